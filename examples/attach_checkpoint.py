@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import farflung
-from farflung.loop.optimizers import load_optimizer_state, optimizer_state
+from farflung.loop.optimizers import get_optimizer_state, load_optimizer_state
 from farflung.state_trees import load_tree, save_tree
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,7 +47,7 @@ with farflung.attach(model, optimizer, farflung.Recipe(schedule=options.schedule
         file,
         {
             "model": dict(model.state_dict()),
-            "optimizer": optimizer_state(optimizer),
+            "optimizer": get_optimizer_state(optimizer),
             "handle": handle.state_dict(),
         },
     )

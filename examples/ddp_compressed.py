@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import farflung
-from farflung.loop.optimizers import load_optimizer_state, optimizer_state
-from farflung.seeding import generator
+from farflung.loop.optimizers import get_optimizer_state, load_optimizer_state
+from farflung.seeding import create_generator
 from farflung.state_trees import load_tree, save_tree
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--codec", default="error_feedback(topk(0.01))", help="or a reducer")
@@ -35,9 +35,9 @@ options = parser.parse_args()
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
-task = workload(options.workload)
-train, test = task.datasets()
-model = task.model(generator(options.seed, "model"))
+task = create_workload(options.workload)
+train, test = task.load_datasets()
+model = task.build_model(create_generator(options.seed, "model"))
 optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
 ddp = DistributedDataParallel(model)
 state, hook = farflung.ddp_hook(options.codec, seed=options.seed)
@@ -51,11 +51,11 @@ if file and file.exists():
     state.load_state_dict(kept["codec"])
     first = state.step
 
-order = torch.randperm(len(train), generator=generator(options.seed, "order"))
+order = torch.randperm(len(train), generator=create_generator(options.seed, "order"))
 for step in range(first, first + options.steps):
     places = torch.arange(options.batch_size) + (step * size + rank) * options.batch_size
     batch = train.take(order[places % len(order)], train=True)
-    task.loss(ddp, batch).mean().backward()
+    task.compute_losses(ddp, batch).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -65,7 +65,7 @@ if file:
         file,
         {
             "model": dict(model.state_dict()),
-            "optimizer": optimizer_state(optimizer),
+            "optimizer": get_optimizer_state(optimizer),
             "codec": state.state_dict(),
         },
     )
@@ -74,7 +74,7 @@ with torch.no_grad():
     model.eval()
     if rank == 0:
         parts = torch.arange(len(test)).split(256)
-        right = sum(float(task.metric(model, test.take(ids, train=False)).sum()) for ids in parts)
+        right = sum(float(task.compute_metrics(model, test.take(ids, train=False)).sum()) for ids in parts)
         dense = 4 * sum(parameter.numel() for parameter in model.parameters()) * options.steps
         print(
             json.dumps(

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import farflung
-from farflung.seeding import RandomState, derive, generator
-from farflung.workloads import workload
+from farflung.seeding import RandomState, create_generator, derive_seed
+from farflung.workloads import create_workload
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--how", choices=["ddp", "farflung"], default="farflung")
@@ -33,11 +33,11 @@ options = parser.parse_args()
 
 rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 torch.set_num_threads(1)
-task = workload(options.workload)
-train, test = task.datasets()
-model = task.model(generator(options.seed, "model"))
-RandomState(derive(options.seed, "replica", rank)).install()
-order = torch.randperm(len(train), generator=generator(options.seed, "order"))
+task = create_workload(options.workload)
+train, test = task.load_datasets()
+model = task.build_model(create_generator(options.seed, "model"))
+RandomState(derive_seed(options.seed, "replica", rank)).install()
+order = torch.randperm(len(train), generator=create_generator(options.seed, "order"))
 optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9, weight_decay=1e-4)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 
@@ -50,12 +50,12 @@ else:
         model, optimizer, options.recipe
     )  # instead of init_process_group and the wrapper
     trained = model
-    evaluating = handle.averaged  # running statistics are averaged for the evaluation
+    evaluating = handle.use_averaged_model  # running statistics are averaged for the evaluation
 
 for step in range(options.steps):
     places = torch.arange(options.batch_size) + (step * size + rank) * options.batch_size
     batch = train.take(order[places % len(order)], train=True)
-    task.loss(trained, batch).mean().backward()
+    task.compute_losses(trained, batch).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
@@ -64,7 +64,7 @@ with evaluating(), torch.no_grad():
     model.eval()
     if rank == 0:
         parts = torch.arange(len(test)).split(256)
-        right = sum(float(task.metric(model, test.take(ids, train=False)).sum()) for ids in parts)
+        right = sum(float(task.compute_metrics(model, test.take(ids, train=False)).sum()) for ids in parts)
         print(json.dumps({"how": options.how, "seed": options.seed, "accuracy": right / len(test)}))
 
 if options.how == "ddp":

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import farflung
-from farflung.seeding import generator
-from farflung.workloads import workload
+from farflung.seeding import create_generator
+from farflung.workloads import create_workload
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=300)
@@ -33,10 +33,10 @@ options = parser.parse_args()
 torch.set_num_threads(1)
 if "WORLD_SIZE" in os.environ:
     dist.init_process_group("gloo")
-task = workload("fashion-mnist/cnn", data="packaged")
-train, test = (data.take(torch.arange(len(data)), train=False) for data in task.datasets())
+task = create_workload("fashion-mnist/cnn", data="packaged")
+train, test = (data.take(torch.arange(len(data)), train=False) for data in task.load_datasets())
 dataset = TensorDataset(train.inputs, train.targets)
-model = task.model(generator(options.seed, "model"))
+model = task.build_model(create_generator(options.seed, "model"))
 trained = DistributedDataParallel(model) if dist.is_initialized() else model
 optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
 
@@ -53,8 +53,8 @@ def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:  # one for each sam
 
 steps, weights = 0, torch.empty(0)
 while steps < options.steps:
-    for drawn, batch in sampler.batches(loader, model, losses):  # instead of the loader itself
-        drawn.weigh(losses(trained, batch)).backward()  # instead of the mean's
+    for drawn, batch in sampler.iter_batches(loader, model, losses):  # instead of the loader itself
+        drawn.reduce_losses(losses(trained, batch)).backward()  # instead of the mean's
         optimizer.step()
         optimizer.zero_grad()
         steps, weights = steps + 1, drawn.weights

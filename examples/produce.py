@@ -15,7 +15,7 @@ import torch
 from confluent_kafka import KafkaError, Message, Producer
 
 from farflung.streams import as_messages
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--workload", default="fashion-mnist/cnn")
@@ -33,7 +33,7 @@ rates = options.rate * options.devices if len(options.rate) == 1 else options.ra
 if len(rates) != options.devices:
     parser.error(f"{len(rates)} rates for {options.devices} devices")
 
-data, _ = workload(options.workload).datasets()
+data, _ = create_workload(options.workload).load_datasets()
 order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
 producer = Producer({"bootstrap.servers": options.servers, "enable.idempotence": True, "linger.ms": 5})
 producer.list_topics(timeout=10)  # connects, or says why it cannot
@@ -51,7 +51,7 @@ def send(device: int, due: int) -> None:
     """Sends what a device has not sent of its first ``due`` samples; devices take turns in the data set."""
     numbers = torch.arange(sent[device], due) * options.devices + device
     topic, partition = options.topic.format(rank=device), 0 if each else device
-    for message in as_messages(data.rows(order[numbers % len(data)])):
+    for message in as_messages(data.get_rows(order[numbers % len(data)])):
         producer.produce(topic, message, partition=partition, on_delivery=delivered)
     sent[device] = due
 

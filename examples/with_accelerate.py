@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farflung
-from farflung.recipes import recipe
+from farflung.recipes import parse_recipe
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--codec", default="int8")
@@ -31,7 +31,9 @@ optimizer, loader = accelerator.prepare(
     torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(samples, batch_size=8, shuffle=True)
 )
 model.to(accelerator.device)
-with farflung.attach(model, optimizer, recipe("synchronous").but(codec=options.codec)) as handle:
+with farflung.attach(
+    model, optimizer, parse_recipe("synchronous").with_members(codec=options.codec)
+) as handle:
     for _ in range(options.passes):
         for batch, targets in loader:
             with accelerator.accumulate(model):

@@ -152,11 +152,11 @@ def scored_ahead(
 
     sampler = farflung.ImportanceSampler(data, 12, rank=rank, size=2, rule="two", candidates=3)
     loader = DataLoader(data, batch_sampler=sampler)
-    batches = sampler.batches(loader, getattr(model, "module", model), losses)
+    batches = sampler.iter_batches(loader, getattr(model, "module", model), losses)
     for drawn, batch in batches:
         optimizer.zero_grad()
-        drawn.weigh(losses(model, batch)).backward()
-        batches.ahead()
+        drawn.reduce_losses(losses(model, batch)).backward()
+        batches.prefetch()
         optimizer.step()
 
 
@@ -285,13 +285,13 @@ def sampled(rank: int, size: int, store: dist.Store, *, how: str = "synchronous"
 
     optimizer, events = torch.optim.SGD(model.parameters(), lr=1e-4), list[Any]()
     sampler = farflung.ImportanceSampler(data, 4, candidates=5, scored_by="loss")
-    with farflung.attach(model, optimizer, how, store=store, sampler=sampler, show=events.append):
+    with farflung.attach(model, optimizer, how, store=store, sampler=sampler, sink=events.append):
         for _ in range(2):
-            batches = sampler.batches(DataLoader(data, batch_sampler=sampler), model, losses)
+            batches = sampler.iter_batches(DataLoader(data, batch_sampler=sampler), model, losses)
             for drawn, batch in batches:
                 optimizer.zero_grad()
-                drawn.weigh(losses(model, batch)).backward()
-                batches.ahead()
+                drawn.reduce_losses(losses(model, batch)).backward()
+                batches.prefetch()
                 optimizer.step()
     learned = {name: value for name, value in sampler.gain.state_dict().items() if name != "told"}
     told = {event["step"]: event.get("rule") for event in events if event["event"] == "step"}
@@ -314,7 +314,7 @@ def averages_buffers(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
     with attached(rank, size, store) as handle:
         plain(handle._model, handle._optimizer, handle.no_sync, rank)
         own = dict(handle._model.named_buffers())["norm.running_mean"].clone()
-        with handle.averaged() as model:
+        with handle.use_averaged_model() as model:
             mean = dict(model.named_buffers())["norm.running_mean"].clone()
         after = dict(handle._model.named_buffers())["norm.running_mean"]
         return {"own": own, "mean": mean, "kept": torch.equal(own, after)}
@@ -326,7 +326,7 @@ def after_the_end(rank: int, size: int, store: dist.Store) -> list[str]:
     with attached(rank, size, store) as handle:
         plain(handle._model, handle._optimizer, handle.no_sync, rank)
         spent_s = handle.communication_cpu_s
-    for ask in (handle.state_dict, handle.averaged().__enter__):
+    for ask in (handle.state_dict, handle.use_averaged_model().__enter__):
         try:
             ask()
         except farflung.errors.RunLost as error:
@@ -367,12 +367,14 @@ def breaks_off(rank: int, size: int, store: dist.Store) -> str:
 class Observed(Delayed):
     """Its delay is another one once it is told of the step at which one replica skips its update."""
 
-    late = True
+    has_late_results = True
 
     @override
-    def observe(self, state: State, stats: SharedStats) -> State:
+    def update_state(self, state: State, stats: SharedStats) -> State:
         """As if an exchange took two steps from there on."""
-        return super().observe(state, replace(stats, step_s=1.0, exchange_s=2.0 if stats.step >= 3 else 0.0))
+        return super().update_state(
+            state, replace(stats, step_s=1.0, exchange_s=2.0 if stats.step >= 3 else 0.0)
+        )
 
 
 def delayed(
@@ -383,7 +385,7 @@ def delayed(
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    recipe = farflung.recipes.recipe("synchronous").but(schedule=how)
+    recipe = farflung.recipes.parse_recipe("synchronous").with_members(schedule=how)
     found: dict[str, Any] = {}
     with mock.patch.dict(SCHEDULES, observed=Observed):
         handle = farflung.attach(model, optimizer, recipe, store=store)
@@ -408,7 +410,7 @@ def delayed(
         {**LOOPS, "scaled_alone": scaled_alone}[loop](model, optimizer, handle.no_sync, rank)
     found["own"] = digest(dict(model.named_parameters()))
     found["buffers"] = digest(dict(model.named_buffers()))
-    with handle.averaged():
+    with handle.use_averaged_model():
         found["averaged"] = digest(dict(model.named_parameters()))
     found["after"] = digest(dict(model.named_parameters()))
     handle.finish()
@@ -422,7 +424,7 @@ def freezes(rank: int, size: int, store: dist.Store, *, codec: str) -> list[str]
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     env = LaunchEnv(rank, size, rank, size)
-    recipe = recipe_of("synchronous").but(codec=codec)
+    recipe = recipe_of("synchronous").with_members(codec=codec)
     parts = []
     with farflung.attach(model, optimizer, recipe, launch_env=env, store=store), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -474,7 +476,7 @@ def trains_an_adapter(
     optimizer = torch.optim.SGD(model.adapter.parameters(), lr=0.1)
     env = LaunchEnv(rank, size, rank, size)
     with farflung.attach(model, optimizer, recipe_of(how), launch_env=env, store=store) as handle:
-        start = sum(handle.sent.get("start", [0]))
+        start = sum(handle.sent_nbytes_by_purpose.get("start", [0]))
         for x, y in batches(rank, 3):
             one_step(model, optimizer, x, y)
         if changed:
@@ -483,7 +485,7 @@ def trains_an_adapter(
                 model.inner.bias.fill_(rank)
             model.register_buffer("table", torch.arange(4.0 + rank))
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        with handle.averaged():
+        with handle.use_averaged_model():
             inside = {
                 name: tensor.detach().clone()
                 for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -493,7 +495,7 @@ def trains_an_adapter(
             "inside": inside,
             "restored": all(torch.equal(before[name], value) for name, value in model.state_dict().items()),
             "names": {*handle.state_dict()["model"]},
-            "evaluation": sum(handle.sent.get("evaluation", [0])),
+            "evaluation": sum(handle.sent_nbytes_by_purpose.get("evaluation", [0])),
         }
 
 
@@ -628,7 +630,7 @@ def unused(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if how:
-            recipe = recipe_of(how).but(codec=codec, bucket_nbytes=bucket_nbytes)
+            recipe = recipe_of(how).with_members(codec=codec, bucket_nbytes=bucket_nbytes)
             with (
                 mock.patch.object(
                     UnusedParameters, "exchange", autospec=True, side_effect=UnusedParameters.exchange
@@ -655,7 +657,7 @@ def unused(
 
 
 def recipe_of(schedule: str) -> farflung.Recipe:
-    return farflung.recipes.recipe("synchronous").but(schedule=schedule)
+    return farflung.recipes.parse_recipe("synchronous").with_members(schedule=schedule)
 
 
 def refusals(rank: int, size: int, store: dist.Store) -> dict[str, str]:
@@ -819,7 +821,7 @@ def odd_buffers(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
     with farflung.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), store=store) as handle:
         start = {name: value.clone() for name, value in model.named_buffers()}
         model.get_buffer("phase").fill_(complex(rank, 2 * rank))
-        with handle.averaged():
+        with handle.use_averaged_model():
             mean = model.get_buffer("phase").clone()
         return {"start": start, "mean": mean, "own": model.get_buffer("phase").clone()}
 
@@ -955,7 +957,7 @@ def alone(rank: int, size: int, store: dist.Store) -> str:
         ) as handle:
             plain(model, handle._optimizer, handle.no_sync, rank)
             if rank == 0:
-                with handle.averaged():
+                with handle.use_averaged_model():
                     pass
             else:
                 store.wait(["told"], timedelta(seconds=60))
@@ -971,7 +973,7 @@ def nonfinite(rank: int, size: int, store: dist.Store, *, what: str, how: str) -
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    chosen = recipe_of(how).but(bucket_nbytes=100)
+    chosen = recipe_of(how).with_members(bucket_nbytes=100)
     trail = []
     try:
         with farflung.attach(model, optimizer, chosen, launch_env=env, store=store, nonfinite=what) as handle:
@@ -1006,7 +1008,7 @@ def joins(rank: int, size: int, store: dist.Store, *, codec: str = "identity") -
     torch.manual_seed(0)
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    recipe = recipe_of("synchronous").but(codec=codec)
+    recipe = recipe_of("synchronous").with_members(codec=codec)
     with farflung.attach(model, optimizer, recipe, store=store) as handle, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
@@ -1018,7 +1020,7 @@ def joins(rank: int, size: int, store: dist.Store, *, codec: str = "identity") -
                     optimizer.step()
         figures = {
             "sent": handle.sent_nbytes,
-            "sent to": handle.sent,
+            "sent to": handle.sent_nbytes_by_purpose,
             "waited": handle.waited_s,
             "step": handle.step,
         }
@@ -1083,13 +1085,13 @@ def step_functions(rank: int, size: int, store: dist.Store) -> tuple[list[str], 
         for step, (inputs, targets) in enumerate(itertools.islice(batches(rank), 4)):
             loss = F.cross_entropy(handle._model(inputs), targets)
             if step == 3:
-                thread.soon(lambda: sys.setprofile(communication))
+                thread.call_soon(lambda: sys.setprofile(communication))
                 sys.setprofile(training)
             loss.backward()
             handle._optimizer.step()
             handle._optimizer.zero_grad()
         sys.setprofile(None)
-        thread.soon(lambda: sys.setprofile(None))
+        thread.call_soon(lambda: sys.setprofile(None))
     return [*path], {name for name in functions if not name.rpartition(".")[2].startswith("<")}
 
 
@@ -1099,13 +1101,13 @@ def loses(rank: int, size: int, store: dist.Store, lost: int, how: str, end: str
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     env = LaunchEnv(rank, size, rank, size)
-    chosen = farflung.recipes.recipe("ring").but(schedule=how)
+    chosen = farflung.recipes.parse_recipe("ring").with_members(schedule=how)
     handle = farflung.attach(model, optimizer, chosen, elastic=2, launch_env=env, store=store)
     data = list(batches(0, 60))
     members, cursor = [], 0
     for step in range(16):
         if rank == lost and step == 5:
-            handle.leave() if end == "leaves" else handle._end(RuntimeError("its battery is empty"))
+            handle.leave() if end == "leaves" else handle._close(RuntimeError("its battery is empty"))
             handle.leave()  # changes nothing any more
             return {}
         members.append(handle.members)

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import torch
 
-from farflung.sampling import Uniform
-from farflung.types import Draw, PoolView, SampleIds, State
+from farflung.sampling import UniformSampler
+from farflung.types import Draw, DrawContext, SampleIds, State
 
 
-class Carrying(Uniform):
+class Carrying(UniformSampler):
     """Draws uniformly; knows of each sample how often it was drawn, and gives away what was drawn most.
 
     Args:
       seed: of the order.
     """
 
-    carries_scores = True
+    can_transfer_scores = True
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.known = torch.empty(0)
 
-    def next(self, view: PoolView) -> Draw:
-        assert isinstance(view.pool, int)
+    def draw(self, context: DrawContext) -> Draw:
+        assert isinstance(context.pool, int)
         if not len(self.known):
-            self.known = torch.zeros(view.pool)
-        draw = super().next(view)
+            self.known = torch.zeros(context.pool)
+        draw = super().draw(context)
         self.known.index_add_(0, draw.ids, torch.ones(len(draw.ids)))
         return draw
 
-    def outgoing(self, count: int, step: int) -> SampleIds:
+    def choose_outgoing(self, count: int, step: int) -> SampleIds:
         del step
         return self.known.argsort(descending=True, stable=True)[:count]
 
-    def scores_of(self, ids: SampleIds) -> torch.Tensor:
+    def get_scores(self, ids: SampleIds) -> torch.Tensor:
         return self.known[ids]
 
-    def incoming(self, ids: SampleIds, scores: torch.Tensor) -> None:
+    def replace_samples(self, ids: SampleIds, scores: torch.Tensor) -> None:
         self.known[ids] = scores
 
     def state_dict(self) -> State:

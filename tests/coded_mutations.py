@@ -13,6 +13,8 @@ from torch import Tensor
 
 from farflung.coded import messages
 from farflung.coded.messages import (
+    BlockPart,
+    BlockSource,
     Built,
     Cancel,
     Columns,
@@ -27,21 +29,19 @@ from farflung.coded.messages import (
     Meet,
     Message,
     Multiply,
-    Part,
     Probe,
     Ready,
     Report,
     Rows,
-    Source,
     Welcome,
-    packed,
+    encode_message,
 )
 from farflung.types import Payload, Tag
 
 __all__ = ["COMMANDS", "FETCHES", "REPORTS", "WORK", "answer", "damaged", "odd_tensor", "tensors_of"]
 
 FEATURES = 10
-_SOURCES = (Source(2, 1, 1.0), Source(3, 0, -0.5))
+_SOURCES = (BlockSource(2, 1, 1.0), BlockSource(3, 0, -0.5))
 COMMANDS: Sequence[Command] = (
     Welcome("run", 0),
     Meet(3, 1, first=True),
@@ -50,9 +50,9 @@ COMMANDS: Sequence[Command] = (
     Rows(21, 30, FEATURES, ()),
     Rows(22, 1 << 20, 1 << 14, _SOURCES),  # 128 GB
     Rows(23, 1 << 40, 1 << 40, _SOURCES),
-    Columns(24, (1.0, 0.5), (0, 5, FEATURES), (Part(0, 20, raw=True, sources=_SOURCES),)),
-    Columns(25, (1.0,), (0, 1 << 20), (Part(0, 1 << 14, raw=True, sources=_SOURCES),)),
-    Columns(26, (0.0, 1.0), (5, 0, FEATURES), (Part(0, 20, raw=False, sources=_SOURCES),)),
+    Columns(24, (1.0, 0.5), (0, 5, FEATURES), (BlockPart(0, 20, is_raw=True, sources=_SOURCES),)),
+    Columns(25, (1.0,), (0, 1 << 20), (BlockPart(0, 1 << 14, is_raw=True, sources=_SOURCES),)),
+    Columns(26, (0.0, 1.0), (5, 0, FEATURES), (BlockPart(0, 20, is_raw=False, sources=_SOURCES),)),
     Drop((1, 2, 1 << 40)),
     Probe(),
 )
@@ -97,13 +97,13 @@ _ODD: Sequence[Any] = (
 
 def tensors_of(payload: Payload) -> tuple[dict[str, Any], list[Tensor]]:
     """The text of a message, read, and its tensors."""
-    text, *tensors = payload.tensors()
+    text, *tensors = payload.iter_tensors()
     return json.loads(text.numpy().tobytes()), tensors
 
 
 def damaged(draw: random.Random, intact: Sequence[Message]) -> Payload:
     """One of these messages, with one to three things wrong with it; at times with none."""
-    body, tensors = tensors_of(packed(draw.choice([*intact, *intact, *OTHERS])))
+    body, tensors = tensors_of(encode_message(draw.choice([*intact, *intact, *OTHERS])))
     for _ in range(draw.choice((0, 1, 1, 1, 2, 3))):
         draw.choice((_change, _change, _change, _lack, _add, _tensor))(draw, body, tensors)
     text = json.dumps(body).encode()
@@ -145,7 +145,7 @@ def odd_tensor(draw: random.Random) -> Tensor:
 
 def kept_for_later(draw: random.Random, rounds: int) -> tuple[Tag, Payload]:
     """An answer to one of so many rounds, or to one that there will never be."""
-    return messages.answers(draw.choice((draw.randrange(rounds), 1 << 30))), answer(draw)
+    return messages.build_answer_tag(draw.choice((draw.randrange(rounds), 1 << 30))), answer(draw)
 
 
 def _odd(draw: random.Random) -> Any:

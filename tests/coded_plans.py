@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from farflung.coded.registry import Registry
+from farflung.coded.registry import BlockRegistry
 from farflung.types import Json
 from tests.coded_processes import ITERATIONS, Crowd, Told, rank_of
 
@@ -39,7 +39,7 @@ class Plan:
         seed: int,
         crowd: Crowd,
         notes: Told,
-        registry: Registry,
+        registry: BlockRegistry,
         cut: Callable[[int, bool], object],
     ) -> None:
         self.draw, self.crowd, self.notes, self.registry = random.Random(seed), crowd, notes, registry
@@ -80,7 +80,7 @@ class Plan:
     def victims(self, *kinds: str) -> list[int]:
         """As many devices as may be lost at once, up to three; nobody where that is none."""
         away = self._gone | self._cut_off
-        there = [rank for rank in self.registry.members if rank not in away]
+        there = [rank for rank in self.registry.devices if rank not in away]
         self.draw.shuffle(there)
         found: list[int] = []
         for rank in there:

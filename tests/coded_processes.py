@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from farflung.coded import messages
-from farflung.coded.blocks import Holding
+from farflung.coded.blocks import BlockStore
 from farflung.coded.device import Device
-from farflung.coded.linear_model import HeldProducts
-from farflung.coded.meeting import Address, take_part
-from farflung.coded.registry import Registry
-from farflung.comm.channel import describe
+from farflung.coded.linear_model import InMemoryProducts
+from farflung.coded.meeting import Address, run_device
+from farflung.coded.registry import BlockRegistry
+from farflung.comm.channel import describe_tag
 from farflung.tasks import Task
 from farflung.types import Json
 from farflung.wall import WallRuntime
@@ -67,8 +67,10 @@ def trained(partitions: int) -> Tensor:
     """The weights that come out where nothing goes wrong, on one machine."""
     parts = [partition(number) for number in range(partitions)]
     whole, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    products, driver = HeldProducts(whole), Driver()
-    found = Task(descend(products.times, products.transposed_times, labels, lambda *_: None), driver.schedule)
+    products, driver = InMemoryProducts(whole), Driver()
+    found = Task(
+        descend(products.multiply, products.multiply_transposed, labels, lambda *_: None), driver.schedule
+    )
     driver.run()
     return found.result()
 
@@ -97,13 +99,13 @@ def attend(
         met.append((device, runtime))
         Path(folder, f"rank-{runtime.comm.rank}-{os.getpid()}").touch()
 
-    reason = take_part(Address(host, port), holding, patience_s=2 * PATIENCE_S, met=note)
+    reason = run_device(Address(host, port), holding, patience_s=2 * PATIENCE_S, on_connect=note)
     device, runtime = met[-1]
     # A command that came in one burst with the end is not carried out any more.
-    kept = [describe(tag) for tag in runtime.view.mailbox._arrived if tag != messages.COMMAND]
+    kept = [describe_tag(tag) for tag in runtime.session.mailbox._stored if tag != messages.COMMAND]
     left = {
         "reason": reason,
-        "refused": device.refused,
+        "refused": device.num_refused,
         "kept": kept,
         "meetings": len(met),
         "blocks_nbytes": max(holding.dropped_at_nbytes, holding.nbytes),
@@ -113,14 +115,14 @@ def attend(
     return 0
 
 
-class _Watched(Holding):
+class _Watched(BlockStore):
     """Knows how much it had before it let something go."""
 
     dropped_at_nbytes = 0
 
-    def drop(self, block: int) -> None:
+    def drop_block(self, block: int) -> None:
         self.dropped_at_nbytes = max(self.dropped_at_nbytes, self.nbytes)
-        super().drop(block)
+        super().drop_block(block)
 
 
 def memory_nbytes(name: str) -> int:
@@ -191,7 +193,7 @@ class Crowd:
 # --- what is left ------------------------------------------------------------------------------------------------
 
 
-def rank_of(registry: Registry, kind: str, without: set[int]) -> int:
+def rank_of(registry: BlockRegistry, kind: str, without: set[int]) -> int:
     """The rank of the blocks of a kind that are made, and with none of these devices."""
     if kind == "rows":
         unknowns = [one.number for one in registry.partitions]
@@ -201,7 +203,7 @@ def rank_of(registry: Registry, kind: str, without: set[int]) -> int:
     rows = [
         [block.coefficients.get(one, 0.0) for one in unknowns]
         for block in registry.blocks.values()
-        if block.kind == kind and block.ready and block.holder not in {None, *without}
+        if block.kind == kind and block.is_ready and block.holder not in {None, *without}
         if kind == "rows" or block.parts >= whole
     ]
     return int(np.linalg.matrix_rank(np.array(rows), tol=1e-6)) if rows else 0

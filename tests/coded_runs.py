@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.coded.blocks import Holding
+from farflung.coded.blocks import BlockStore
 from farflung.coded.coordinator import Coordinator, PartitionsChanged, Settings
 from farflung.coded.device import Device
-from farflung.coded.registry import Registry
+from farflung.coded.registry import BlockRegistry
 from farflung.coded.run import simulate
 from farflung.decisions import DecisionLog
 from farflung.faults import FaultPlan
@@ -42,11 +42,11 @@ class Notes:
         self.events: list[tuple[str, dict[str, Json]]] = []
         self.kept: Any = None
 
-    def registry(self) -> Registry | None:
-        return None if self.kept is None else Registry.from_tree(self.kept)
+    def registry(self) -> BlockRegistry | None:
+        return None if self.kept is None else BlockRegistry.from_tree(self.kept)
 
-    def keep_registry(self, registry: Registry) -> None:
-        self.kept = registry.tree()
+    def keep_registry(self, registry: BlockRegistry) -> None:
+        self.kept = registry.to_tree()
 
     def tell(self, event: str, **values: Json) -> None:
         self.events.append((event, values))
@@ -100,7 +100,7 @@ class Run:
     later: Sequence[int | None] = ()
     faults: FaultPlan = field(default_factory=FaultPlan)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    holdings: dict[int, Holding] = field(default_factory=dict)
+    holdings: dict[int, BlockStore] = field(default_factory=dict)
     notes: Notes = field(default_factory=Notes)
     data: Callable[[int], tuple[Tensor, Tensor]] = part
     seconds_per_sample: float = 1e-4
@@ -108,7 +108,7 @@ class Run:
     attending: dict[int, Device] = field(default_factory=dict)
     """The devices that are there, by rank."""
 
-    def brings(self, rank: int) -> Holding:
+    def brings(self, rank: int) -> BlockStore:
         """What a device has when it comes."""
         if rank in self.holdings:
             return self.holdings[rank]
@@ -116,7 +116,7 @@ class Run:
         number: int | None = place if place < self.partitions else None
         if place >= self.devices:
             number = self.later[place - self.devices]
-        return Holding() if number is None else Holding(f"part {number}", *self.data(number))
+        return BlockStore() if number is None else BlockStore(f"part {number}", *self.data(number))
 
     def __call__(self, body: Body, **devices: Any) -> Seen:
         """Runs it in virtual time; ``body`` is called once the devices are there."""
@@ -124,7 +124,7 @@ class Run:
             1 + self.devices + len(self.later),
             Link(LATENCY_S, 100e6),
             seconds_per_sample=self.seconds_per_sample,
-            whole=False,
+            needs_all_members=False,
             faults=self.faults,
             decisions=self.decisions,
         )
@@ -143,7 +143,7 @@ class Run:
         found, coordinator, ended_s = simulate(world, settings, attend, multiply, self.notes)  # type: ignore[arg-type]
         sent: dict[str, Counter[tuple[int, int]]] = {}
         for runtime in runtimes:
-            for kind, counts in runtime.comm.sent.to_json().items():
+            for kind, counts in runtime.comm.sent_bytes.to_json().items():
                 for rank, nbytes in enumerate(counts):
                     if nbytes:
                         sent.setdefault(kind, Counter())[runtime.comm.rank, rank] += nbytes
@@ -156,12 +156,12 @@ def products_agree(rounds: int = 10, data: Callable[[int], tuple[Tensor, Tensor]
     async def body(coordinator: Coordinator) -> float:
         random, worst = torch.Generator().manual_seed(0), 0.0
         for _ in range(rounds):
-            active = coordinator.settle()
+            active = coordinator.activate_partitions()
             whole = torch.cat([data(int(one.name.removeprefix("part ")))[0] for one in active])
             weights = torch.randn(whole.shape[1], 2, generator=random, dtype=torch.float64)
             residuals = torch.randn(whole.shape[0], 2, generator=random, dtype=torch.float64)
             try:
-                found = await coordinator.times(weights), await coordinator.transposed_times(residuals)
+                found = await coordinator.multiply(weights), await coordinator.multiply_transposed(residuals)
             except PartitionsChanged:
                 continue
             for product, due in zip(found, (whole @ weights, whole.T @ residuals), strict=True):

@@ -102,8 +102,8 @@ def forked_workers() -> Iterator[Callable[..., object]]:
     from farflung.runs import launching
     from tests.forks import parent_of
 
-    starts = launching.parent_of
-    with mock.patch.object(launching, "parent_of", parent_of):
+    starts = launching.obtain_parent
+    with mock.patch.object(launching, "obtain_parent", parent_of):
         yield starts
 
 

@@ -20,9 +20,9 @@ from farflung.data import Share, a9a
 from farflung.data.source import Location
 from farflung.errors import MissingExtra
 from farflung.lab import Lab
-from farflung.network import network_profile
-from farflung.report import comparison_table, partition_table, summary_table
-from farflung.report.pictures import picture
+from farflung.network import find_network
+from farflung.report import render_comparison_table, render_partition_table, render_summary_table
+from farflung.report.pictures import create_picture
 from farflung.streams.kafka_topic import KafkaSource
 
 
@@ -68,7 +68,7 @@ def say_the_version_and_what_the_command_needs() -> None:
 def simulate() -> None:
     """What is printed is lines, where tables need an extra."""
     run = farflung.simulate("synthetic/quadratic", workers=2, steps=3, network="wifi-10mbps")
-    assert refusal(run.table) == "a table needs rich: pip install 'farflung[report]'"
+    assert refusal(run.build_table) == "a table needs rich: pip install 'farflung[report]'"
     lines = str(run).splitlines()
     assert f"final_accuracy {run.summary['final_accuracy']}" in lines
     assert any(line.startswith("time_s.compute ") for line in lines)
@@ -88,19 +88,19 @@ def say_what_is_missing() -> None:
     here = Path()
     needs: list[tuple[Callable[[], object], str]] = [
         (
-            lambda: picture(here, (1, 1)).__enter__(),
+            lambda: create_picture(here, (1, 1)).__enter__(),
             "a picture needs matplotlib: [report]",
         ),
-        (lambda: summary_table({}), "a table needs rich: [report]"),
-        (lambda: partition_table([Share(1, (1,))], ""), "a table needs rich: [report]"),
-        (lambda: comparison_table([], 0.5), "a table needs rich: [report]"),
-        (lambda: Lab(network_profile("lan-1g"), 2), "the lab needs pyroute2: [lab]"),
+        (lambda: render_summary_table({}), "a table needs rich: [report]"),
+        (lambda: render_partition_table([Share(1, (1,))], ""), "a table needs rich: [report]"),
+        (lambda: render_comparison_table([], 0.5), "a table needs rich: [report]"),
+        (lambda: Lab(find_network("lan-1g"), 2), "the lab needs pyroute2: [lab]"),
         (
-            lambda: KafkaSource("localhost:9092", "readings", "earliest", "farflung", None).open(0, 1),
+            lambda: KafkaSource("localhost:9092", "readings", "earliest", "farflung", None).connect(0, 1),
             "the stream kafka needs confluent_kafka: [kafka]",
         ),
         (
-            lambda: a9a.read(Location(here, ("a9a", "a9a.t"), "folder"), counts=(1, 1), above=(0, 0)),
+            lambda: a9a.read(Location(here, ("a9a", "a9a.t"), "folder"), counts=(1, 1), num_positive=(0, 0)),
             "data set a9a needs sklearn: [sklearn]",
         ),
         (

@@ -11,8 +11,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
-from farflung.comm import entrance
-from farflung.comm.wire import Route
+from farflung.comm import handshake
+from farflung.comm.wire import RelayRoute
 from tests.helpers import Group
 from tests.late import Late
 from tests.strangers import FRAME, forged, place
@@ -52,29 +52,29 @@ def descriptors() -> int:
 
 def scenario() -> None:
     """A crowd is there before a run starts, and comes again once it has."""
-    with mock.patch.object(entrance, "HANDSHAKE_S", 0.5), closing(Group(2)) as members:
+    with mock.patch.object(handshake, "HANDSHAKE_S", 0.5), closing(Group(2)) as members:
         first = members.comms[0]
-        with crowd(first.view.transport.me.where):
+        with crowd(first.session.transport.local_peer.address_text):
             members.meet().exchange(1)
-            members.until(lambda: not members.transports[0].entrance.early)
-        assert first.view.transport.turned_away > 0
+            members.until(lambda: not members.transports[0].handshaker.connections)
+        assert first.session.transport.num_rejected > 0
         before = descriptors()
-        with crowd(first.view.transport.me.where):
+        with crowd(first.session.transport.local_peer.address_text):
             for number in range(2, 20):
                 members.exchange(number)
             assert descriptors() <= before + 4  # pipes to the crowd
-        assert [comm.view.lost for comm in members.comms] == [None, None]
+        assert [comm.session.end_error for comm in members.comms] == [None, None]
 
 
 def late_scenario() -> None:
     """A crowd is there while one is admitted, who forges, and others send without end, in such a process."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
-    with mock.patch.object(entrance, "HANDSHAKE_S", 0.5), closing(Late(3)) as members:
+    with mock.patch.object(handshake, "HANDSHAKE_S", 0.5), closing(Late(3)) as members:
         members.meet().exchange(1)
         members.newcomer()
         first, before = members.comms[0], resident_nbytes()
-        assert first.view.transport.me.address is not None
-        with crowd(first.view.transport.me.address), ExitStack() as strangers:
+        assert first.session.transport.local_peer.address is not None
+        with crowd(first.session.transport.local_peer.address), ExitStack() as strangers:
             members.admit()
             endless = [strangers.enter_context(socket.socket()) for _ in range(3)]
             for link in endless:
@@ -84,14 +84,14 @@ def late_scenario() -> None:
                 for link in endless:
                     with suppress(OSError):  # cut off, or nobody reads it
                         link.send(FRAME)
-                members.raw(2, 0, *forged(Route(1, 0, 0)))
+                members.raw(2, 0, *forged(RelayRoute(1, 0, 0)))
                 assert descriptors() < LIMIT
-            members.until(lambda: members.views[-1].ready.done)
+            members.until(lambda: members.views[-1].ready.is_done)
             members.exchange(2, 0, 2)
         assert resident_nbytes() - before < 100 << 20
-        assert members.transports[0].refused == 50
-        assert members.transports[0].turned_away > 0
-        assert [comm.view.lost for comm in members.comms] == [None] * 3
+        assert members.transports[0].num_refused == 50
+        assert members.transports[0].num_rejected > 0
+        assert [comm.session.end_error for comm in members.comms] == [None] * 3
 
 
 def resident_nbytes() -> int:

@@ -26,10 +26,19 @@ import farflung
 from farflung.ddp import HookState, exchange
 from farflung.errors import FarflungError, PeerLost
 from farflung.recipes import Recipe
-from farflung.reducers.base import numerator, reduced, side_of
+from farflung.reducers.base import build_result, compute_numerator, pack_metadata
 from farflung.state_trees import load_tree, save_tree
-from farflung.tasks import Pending, done
-from farflung.types import Channel, CodecState, Contribution, Reduced, Reducer, Seeds, StateSlot, TensorSpec
+from farflung.tasks import Pending, create_completed
+from farflung.types import (
+    Channel,
+    CodecState,
+    Contribution,
+    Reducer,
+    ReduceResult,
+    Seeds,
+    StateSlot,
+    TensorSpec,
+)
 from tests.helpers import PATIENCE_S
 from tests.pool import digest, leave_group
 
@@ -201,7 +210,7 @@ def in_float16(rank: int, size: int, store: dist.Store) -> dict[str, Any]:
         state.close()
     with farflung.attach(models["attach"], optimizers["attach"], "synchronous", store=store) as handle:
         train(models["attach"], optimizers["attach"])
-        with handle.averaged():
+        with handle.use_averaged_model():
             mask = models["attach"].mask.tolist()
     ends = {how: digest(dict(model.named_parameters())) for how, model in models.items()}
     return {**ends, "finite": bool(models["ddp"].weight.isfinite().all()), "mask": mask}
@@ -244,18 +253,22 @@ class SlowLearner(Reducer):
         del spec, seeds
         return CodecState()
 
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+    async def reduce(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
+    ) -> ReduceResult:
         del slot, step
-        part = channel.tag(0).part
+        part = channel.get_tag(0).part
         if part > 0:
             await self._learning
-        total, side = await channel.collective("direct")(channel, numerator(channel, own), side_of(own))
+        total, side = await channel.get_collective("direct")(
+            channel, compute_numerator(channel, contribution), pack_metadata(contribution)
+        )
         if part == 1:
             self._through.set()
-        return replace(reduced(channel, total, side), learn=None if part else self._learn)
+        return replace(build_result(channel, total, side), update_state=None if part else self._learn)
 
     def _learn(self, state: CodecState) -> CodecState:
-        self._learning.set(None)
+        self._learning.set_result(None)
         if not self._through.wait(PATIENCE_S):
             raise RuntimeError("nothing got through meanwhile")
         return state
@@ -486,7 +499,7 @@ def falls_back(rank: int, size: int, store: dist.Store, *, faster: int) -> dict[
             nonlocal now, reads
             hook_wins = reads // 4 < faster  # each step is read twice, in pairs
             reads += 1
-            slow = state.carries != (hook_wins if rank else not hook_wins)
+            slow = state.is_active != (hook_wins if rank else not hook_wins)
             now += (2.0 if rank else 1.5) if slow else 1.0
             return now
 
@@ -494,7 +507,7 @@ def falls_back(rank: int, size: int, store: dist.Store, *, faster: int) -> dict[
             ddp.register_comm_hook(state, hook)
             for step in range(steps):
                 loop(ddp, optimizer, rank, range(step % STEPS, step % STEPS + 1))
-                carried.append(state.carries)
+                carried.append(state.is_active)
         ours = digest(dict(model.named_parameters()))
         sent = state.sent_nbytes
         state.close()
@@ -593,7 +606,7 @@ def _checkpointed(rank: int) -> str:
     ddp.register_comm_hook(state, hook)
     try:
         for _ in range(3):
-            with mock.patch.object(state._runtime, "sleep_until", return_value=done(None)):
+            with mock.patch.object(state._runtime, "sleep_until", return_value=create_completed(None)):
                 ddp(torch.ones(2, 8, requires_grad=True)).sum().backward()
         return "nothing was noticed"
     finally:
@@ -700,9 +713,9 @@ def importance(rank: int, size: int, store: dist.Store, *, samples: int, batch_s
 
         drawn_ids: list[int] = []
         batches = 0
-        for drawn, batch in sampler.batches(loader, model.module, losses):
+        for drawn, batch in sampler.iter_batches(loader, model.module, losses):
             optimizer.zero_grad()
-            drawn.weigh(losses(model, batch)).backward()
+            drawn.reduce_losses(losses(model, batch)).backward()
             optimizer.step()
             drawn_ids += drawn.ids.tolist()
             batches += 1

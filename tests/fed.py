@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from farflung.tasks import Pending
-from farflung.types import Arrivals, Feed, SampleIds, Samples, State, Stream
+from farflung.types import Arrivals, SampleIds, Samples, State, Stream, StreamContext
 
 
 class Fed(Stream):
@@ -36,7 +36,7 @@ class Fed(Stream):
             self._held += ids
             ready = self._ready()
         if ready is not None:
-            ready.set(None)
+            ready.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """The source is broken."""
@@ -44,7 +44,7 @@ class Fed(Stream):
             assert self._changed.wait_for(lambda: self._wanted is not None, timeout=30)
             assert self._wanted is not None
             ready = self._wanted[1]
-        ready.fail(error)
+        ready.set_exception(error)
 
     def feed(self, size: int, chunks: list[int]) -> threading.Thread:
         """Puts in samples 0, 1, 2, ... of ``size``, in chunks, from a thread of its own; never more than 16 wait."""
@@ -69,12 +69,12 @@ class Fed(Stream):
 
     # --- a stream -----------------------------------------------------------------------------------------------
 
-    def open(self, feed: Feed) -> Samples:
-        self._decide = feed.decide
-        return feed.data
+    def start(self, context: StreamContext) -> Samples:
+        self._decide = context.decide
+        return context.data
 
-    def poll(self, now: float, step: int) -> Arrivals:
-        del now
+    def poll(self, time_s: float, step: int) -> Arrivals:
+        del time_s
         with self._changed:
             count = self._least
             if len(self._held) >= count and self._least < self._most:
@@ -100,7 +100,7 @@ class Fed(Stream):
     def state_dict(self) -> State:
         return {"held": torch.tensor(self._held, dtype=torch.int64)}
 
-    def seek(self, state: State) -> None:
+    def load_state_dict(self, state: State) -> None:
         self._held = state["held"].tolist()
 
     def close(self) -> None:

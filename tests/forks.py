@@ -21,7 +21,7 @@ from threading import Timer
 from types import ModuleType
 from typing import IO, Any, Self
 
-from farflung.runs.launching import Parent
+from farflung.runs.launching import WorkerParent
 from farflung.runs.workers import serve
 from tests.pool import preloaded
 
@@ -134,8 +134,8 @@ def script(path: Path, *arguments: str) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
-def parent_of(log: Path, *, workers: int) -> Parent:
-    """A parent of the workers of one run, as :func:`farflung.runs.launching.parent_of` starts one."""
+def parent_of(log: Path, *, workers: int) -> WorkerParent:
+    """A parent of the workers of one run, as :func:`farflung.runs.launching.obtain_parent` starts one."""
     pipe = Path(tempfile.mkdtemp(), "job")
     os.mkfifo(pipe)
     threads = {"OMP_NUM_THREADS": "1"} if workers > 1 else {}
@@ -151,7 +151,7 @@ def parent_of(log: Path, *, workers: int) -> Parent:
                 output.close()
 
     ours = os.open(pipe, os.O_RDWR)  # to write alone would wait for a reader, which may end before
-    return Parent(process.pid, ours, lambda: process.returncode, wait)
+    return WorkerParent(process.pid, ours, lambda: process.returncode, wait)
 
 
 def _serves(pipe: str, path: list[str]) -> int:

@@ -32,8 +32,8 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
-from farflung.comm import Peer, TcpTransport, View, WallCommunicator
-from farflung.comm.endpoint import NO_WAY_IN
+from farflung.comm import Peer, TcpTransport, ViewSession, WallCommunicator
+from farflung.comm.endpoint import UNREACHABLE
 from farflung.comm.wire import Frame, Message, WireError, read_head
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
@@ -76,7 +76,9 @@ CODEC_ROWS: dict[str, CodecRow] = {
     "by_role (parts of top-k)": CodecRow(by_role(TopK(0.1), QSGD()), 1.2, "shown"),
     "by_size": CodecRow(by_size(numel=64), HALF_A_STEP, "shown"),
     "chain": CodecRow(chain(TopK(0.1), Int8()), 0.98, "shown"),
-    "chain (of three)": CodecRow(chain(TopK(0.5), RandomK(0.9, unbiased=False), Truncate16()), 1.0, "turn"),
+    "chain (of three)": CodecRow(
+        chain(TopK(0.5), RandomK(0.9, is_unbiased=False), Truncate16()), 1.0, "turn"
+    ),
     "chain (unbiased)": CodecRow(chain(RandomK(0.5), QSGD(bits=8)), 1.1, "turn"),
     "chunked_topk": CodecRow(ChunkedTopK(0.1, chunk=64, bits=None), 0.97),
     "chunked_topk (in long chunks)": CodecRow(ChunkedTopK(0.1, chunk=300, bits=None), 0.97),
@@ -93,7 +95,7 @@ CODEC_ROWS: dict[str, CodecRow] = {
     "qsgd": CodecRow(QSGD(), NUMEL**0.5 / (2 * 7), "shown"),
     "qsgd (as in its analysis)": CodecRow(QSGD(bits=8, bucket_size=100, norm="l2"), 10 / 127, "shown"),
     "randomk": CodecRow(RandomK(0.25), 1.8, "turn"),
-    "randomk (contractive)": CodecRow(RandomK(0.25, unbiased=False), 1.0, "turn"),
+    "randomk (contractive)": CodecRow(RandomK(0.25, is_unbiased=False), 1.0, "turn"),
     "sign": CodecRow(Sign(), (1 - 1 / NUMEL) ** 0.5, "shown"),
     "topk": CodecRow(TopK(0.1), 0.97),
     "truncate16": CodecRow(Truncate16(), 2.0**-7),
@@ -153,7 +155,7 @@ def numbered(value: float) -> Payload:
 
 def number_in(payload: Payload) -> float:
     """What :func:`numbered` put there."""
-    (tensor,) = payload.tensors()
+    (tensor,) = payload.iter_tensors()
     return float(tensor)
 
 
@@ -167,10 +169,10 @@ def decode(frames: Sequence[Frame], *, max_nbytes: int) -> Message:
         raise WireError("no head")
     head = read_head(frames[0])
     head.check(max_nbytes)
-    if [len(frame) for frame in frames[1:]] != head.large:
+    if [len(frame) for frame in frames[1:]] != head.large_nbytes:
         raise WireError("other frames than described")
     large = [torch.frombuffer(frame, dtype=torch.uint8).clone() for frame in frames[1:]]
-    return head.message(large)
+    return head.build_message(large)
 
 
 # --- drivers ----------------------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ def in_virtual_time(
     """Runs ``body`` on every rank; the results, and the virtual seconds it took."""
     world = VirtualWorld(size, link)
     results = world.run([body(runtime) for runtime in world.runtimes])
-    return results, world.clock.now()
+    return results, world.clock.time()
 
 
 def in_threads(*fns: Callable[[], T]) -> list[T | Exception]:
@@ -255,7 +257,7 @@ class Cluster:
 
     def run(self, size: int, body: Callable[[Runtime, int], Coroutine[Pending[Any], None, T]]) -> list[T]:
         """Runs ``body(runtime, exchange)`` on every rank's communication thread; their results in rank order."""
-        if any(runtime.view.lost for runtime in self._groups.get(size, [])):
+        if any(runtime.session.end_error for runtime in self._groups.get(size, [])):
             parted(self._groups.pop(size))
         if size not in self._groups:
             self._groups[size] = joined(size)
@@ -295,7 +297,7 @@ class Group:
     ) -> None:
         self.clock = 0.0
         given = settings or [{}] * size
-        ways = [{"advertise": NO_WAY_IN} if rank in hidden else {} for rank in range(size)]
+        ways = [{"advertise": UNREACHABLE} if rank in hidden else {} for rank in range(size)]
         transports = [TcpTransport(rank, size, **{**options, **way}) for rank, way in enumerate(ways)]
         self.take(transports, given, **(about or {}))
 
@@ -305,7 +307,7 @@ class Group:
         """Makes members of these."""
         self.transports, size = list(transports), len(transports)
         self.views = [
-            View(one, size, now=lambda: self.clock, settings=told, **about)
+            ViewSession(one, size, read_clock=lambda: self.clock, settings=told, **about)
             for one, told in zip(transports, settings, strict=True)
         ]
         self.comms = [WallCommunicator(view) for view in self.views]
@@ -314,14 +316,14 @@ class Group:
     @property
     def peers(self) -> list[Peer]:
         """As the store would name them."""
-        return [Peer.from_json(one.me.to_json()) for one in self.transports]
+        return [Peer.from_json(one.local_peer.to_json()) for one in self.transports]
 
     def meet(self) -> Group:
         """Connects all that have not been connected yet, and waits for them to greet each other."""
         for view in self.views:
             if not view._addresses:
                 view.connect(self.peers)
-        self.until(lambda: all(view.ready.done for view in self.views))
+        self.until(lambda: all(view.ready.is_done for view in self.views))
         return self
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -351,11 +353,11 @@ class Group:
     def leave(self, rank: int, error: BaseException | None = None) -> None:
         """What a replica does at its end, on a clock that jumps: it waits for nobody."""
         view = self.views[rank]
-        view.now = itertools.count(0.0, 1e6).__next__
+        view.read_clock = itertools.count(0.0, 1e6).__next__
         view.leave(error)
         self.close(view)
 
-    def close(self, *views: View) -> None:
+    def close(self, *views: ViewSession) -> None:
         """Closes some, or all that are still open."""
         for view in views or tuple(self._open):
             self._open.remove(view)
@@ -364,20 +366,20 @@ class Group:
 
 def admitted(runtime: WallRuntime, store: dist.Store, rank: int, *, join_s: float) -> Pending[None]:
     """Lets a replica in that comes by :func:`coming_late`."""
-    store.set(f"late/{runtime.comm.rank}", runtime.view.transport.me.to_json())
+    store.set(f"late/{runtime.comm.rank}", runtime.session.transport.local_peer.to_json())
 
     def published() -> bytes:
         store.wait([f"late/{rank}"], timedelta(seconds=join_s))
         return store.get(f"late/{rank}")
 
     async def lets_in() -> None:
-        await runtime.let_in(Peer.from_json(await runtime.aside(published)), join_s)
+        await runtime.admit(Peer.from_json(await runtime.run_in_executor(published)), join_s)
 
     return runtime.launch(lets_in())
 
 
 def coming_late(store: dist.Store, hosts: Collection[int]) -> Callable[[Peer], list[Peer]]:
-    """How a replica comes to others that are together already, and let it in by :func:`admitted`."""
+    """How a replica comes to others that are together already, and let it in by :func:`admit_device`."""
 
     def come(me: Peer) -> list[Peer]:
         store.set(f"late/{me.rank}", me.to_json())

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from farflung.comm import Listener, Peer, Traffic
+from farflung.comm import ConnectionTraffic, Listener, Peer
 from farflung.comm.keys import Keys
-from farflung.comm.loop import Loop
+from farflung.comm.loop import EventLoop
 from farflung.comm.wire import Frame, Message, WireError, read_head
 from farflung.errors import PeerLost
-from farflung.tasks import Pending, done, failed
+from farflung.tasks import Pending, create_completed, create_failed
 
 __all__ = ["InMemoryTransport"]
 
@@ -31,9 +31,9 @@ class InMemoryTransport:
 
     def __init__(self, rank: int, size: int, **options: Any) -> None:
         del size, options
-        self.me = Peer(rank, f"tcp://127.0.0.1:{1 + rank}", secrets.token_bytes(16))
+        self.local_peer = Peer(rank, f"tcp://127.0.0.1:{1 + rank}", secrets.token_bytes(16))
         self.keys: Keys | None = None
-        self.refused = self.turned_away = self.held_nbytes = 0
+        self.num_refused = self.num_rejected = self.queued_nbytes = 0
         self.max_nbytes = 1 << 31
         self._listener: Listener | None = None
         self._peers: dict[int, Peer] = {}
@@ -42,46 +42,46 @@ class InMemoryTransport:
         self._taken: Counter[int] = Counter()
         """Messages that have arrived, by rank."""
         self._ear, self._bell = os.pipe()
-        self._loop = Loop()
+        self._loop = EventLoop()
         self._loop.watch(self._ear, readable=self._heard)
         with _lock:
-            _here[self.me.token] = self
+            _here[self.local_peer.token] = self
 
-    def open(self, others: Sequence[Peer], listener: Listener, *, again: bool = False) -> None:
-        del again
+    def connect_peers(self, peers: Sequence[Peer], listener: Listener, *, is_reconnect: bool = False) -> None:
+        del is_reconnect
         self._listener = listener
-        self._peers.update({peer.rank: peer for peer in others})
+        self._peers.update({peer.rank: peer for peer in peers})
         os.write(self._bell, b"!")
 
-    def dismiss(self, rank: int) -> None:
+    def remove_peer(self, rank: int) -> None:
         self._peers.pop(rank, None)
 
-    def expects(self, count: int) -> None:
+    def set_expected(self, count: int) -> None:
         del count
 
-    def receive(self, key: bytes, answer: Callable[[bytes], bytes]) -> None:
+    def accept_visits(self, key: bytes, answer: Callable[[bytes], bytes]) -> None:
         del key, answer
 
-    def quiet_s(self, rank: int) -> float:
+    def get_idle_s(self, rank: int) -> float:
         del rank
         return math.inf
 
-    def traffic(self, rank: int) -> Traffic:
-        return Traffic(self._taken[rank], 0)
+    def get_traffic(self, rank: int) -> ConnectionTraffic:
+        return ConnectionTraffic(self._taken[rank], 0)
 
-    def failed_at(self, rank: int) -> bool:
+    def has_failed_auth(self, rank: int) -> bool:
         del rank
         return False
 
     def send(self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0) -> Pending[None]:
         del priority, view
         try:
-            self.say(rank, frames)
+            self.send_control(rank, frames)
         except PeerLost as error:
-            return failed(error)
-        return done(None)
+            return create_failed(error)
+        return create_completed(None)
 
-    def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
+    def send_control(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
         del last
         peer = self._peers.get(rank)
         if peer is None or not self._tell(peer.token, [bytearray(frame) for frame in frames]):
@@ -91,7 +91,7 @@ class InMemoryTransport:
         with _lock:
             other = _here.get(token)
             if other is not None:
-                other._arrived.append((self.me.token, frames))
+                other._arrived.append((self.local_peer.token, frames))
                 os.write(other._bell, b"!")
         return other is not None
 
@@ -105,7 +105,7 @@ class InMemoryTransport:
         self._loop.call_later(seconds, fn)
 
     def poll(self, timeout_s: float | None) -> None:
-        self._loop.once(timeout_s)
+        self._loop.run_once(timeout_s)
 
     def _heard(self) -> None:
         os.read(self._ear, 4096)
@@ -120,24 +120,26 @@ class InMemoryTransport:
         assert self._listener is not None
         self._taken[rank] += 1
         if frames is None:
-            self._listener.closed(rank)
+            self._listener.handle_close(rank)
             return
         try:
-            self._listener.arrived(rank, self._message(frames))
+            self._listener.handle_message(rank, self._message(frames))
         except WireError:
-            self.refused += 1
+            self.num_refused += 1
 
     def _message(self, frames: list[bytearray]) -> Message:
         head = read_head(frames[0])
         head.check(self.max_nbytes)
-        return head.message([torch.frombuffer(frame, dtype=torch.uint8).clone() for frame in frames[1:]])
+        return head.build_message(
+            [torch.frombuffer(frame, dtype=torch.uint8).clone() for frame in frames[1:]]
+        )
 
     def close(self, *, linger: bool) -> None:
         del linger
         for peer in self._peers.values():
             self._tell(peer.token, None)
         with _lock:
-            del _here[self.me.token]
+            del _here[self.local_peer.token]
         self._loop.close()
         os.close(self._ear)
         os.close(self._bell)

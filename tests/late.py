@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from farflung.comm import TcpTransport, View, WallCommunicator
+from farflung.comm import TcpTransport, ViewSession, WallCommunicator
 from tests.helpers import Group
 
 __all__ = ["Late"]
@@ -23,17 +23,21 @@ class Late(Group):
     def meet(self) -> Group:
         for view in self.views[:-1]:
             view.connect(self.peers[:-1])
-        self.until(lambda: all(view.ready.done for view in self.views[:-1]))
+        self.until(lambda: all(view.ready.is_done for view in self.views[:-1]))
         return self
 
-    def newcomer(self, settings: dict[str, Any] | None = None) -> View:
+    def newcomer(self, settings: dict[str, Any] | None = None) -> ViewSession:
         """In the place of the last, with an address of its own."""
         if self.views[-1] in self._open:
             self.close(self.views[-1])
         rank, size = len(self.views) - 1, len(self.views)
         self.transports[-1] = TcpTransport(rank, size, **self._late)
-        self.views[-1] = View(
-            self.transports[-1], size, now=lambda: self.clock, whole=False, settings=settings
+        self.views[-1] = ViewSession(
+            self.transports[-1],
+            size,
+            read_clock=lambda: self.clock,
+            needs_all_members=False,
+            settings=settings,
         )
         self.comms[-1] = WallCommunicator(self.views[-1])
         self._open.append(self.views[-1])

@@ -13,17 +13,17 @@ import torch
 
 from farflung.streams import LiveStream, iterator, kafka
 from farflung.streams.live import STRIDE
-from farflung.types import Feed, SampleIds, Samples
-from farflung.workloads import workload
+from farflung.types import SampleIds, Samples, StreamContext
+from farflung.workloads import create_workload
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 
 
 def readings(rank: int, size: int, position: int) -> Iterator[tuple[int, Sample]]:
     """The samples of ``synthetic/quadratic`` over and over, in bursts of 16 with pauses between them."""
-    data, _ = workload("synthetic/quadratic").datasets()
+    data, _ = create_workload("synthetic/quadratic").load_datasets()
     for number in itertools.count(position):
-        rows = data.rows(torch.tensor([(number * size + rank) % len(data)]))
+        rows = data.get_rows(torch.tensor([(number * size + rank) % len(data)]))
         yield number, (rows.inputs[0], rows.targets[0])
         if number % 16 == 15:
             time.sleep(0.05)
@@ -32,13 +32,13 @@ def readings(rank: int, size: int, position: int) -> Iterator[tuple[int, Sample]
 def logged(folder: str, **options: Any) -> LiveStream:
     """The stream ``kafka``, or ``iterator`` over :func:`readings`; a line for each step in a file of each replica."""
     stream = kafka(**options) if "topic" in options else iterator(readings, **options)
-    opened, committed = stream.open, stream.commit
+    opened, committed = stream.start, stream.commit
     path = Path(folder)
 
-    def open_(feed: Feed) -> Samples:
+    def open_(context: StreamContext) -> Samples:
         nonlocal path
-        path = Path(folder) / f"used-{feed.rank}.jsonl"
-        return opened(feed)
+        path = Path(folder) / f"used-{context.rank}.jsonl"
+        return opened(context)
 
     def commit(ids: SampleIds, *, step: int) -> None:
         committed(ids, step=step)
@@ -46,7 +46,7 @@ def logged(folder: str, **options: Any) -> LiveStream:
         with path.open("a") as file:
             file.write(json.dumps([step, places]) + "\n")
 
-    stream.open, stream.commit = open_, commit  # type: ignore[method-assign]
+    stream.start, stream.commit = open_, commit  # type: ignore[method-assign]
     return stream
 
 

@@ -310,7 +310,7 @@ LOOPS: dict[str, Loop] = {
 
 def run(rank: int, size: int, store: dist.Store, *, how: str, loops: list[str]) -> dict[str, dict[str, Any]]:
     """What each loop ends with: parameters, steps, what was said; or the error that stopped it."""
-    recipe = farflung.recipes.recipe("synchronous").but(schedule=how)
+    recipe = farflung.recipes.parse_recipe("synchronous").with_members(schedule=how)
     return {
         name: _run(LOOPS[name], recipe, LaunchEnv(rank, size, rank, size), dist.PrefixStore(name, store))
         for name in loops
@@ -338,7 +338,7 @@ def _run(loop: Loop, recipe: farflung.Recipe, env: LaunchEnv, store: dist.Store)
                 model, optimizer, recipe, launch_env=env, store=store, deadline_s=20.0
             ) as handle:
                 loop(model, optimizer, handle, env.rank)
-                with handle.averaged() if not handle.is_finished else contextlib.nullcontext():
+                with handle.use_averaged_model() if not handle.is_finished else contextlib.nullcontext():
                     averaged = [p.detach().clone() for p in model.parameters()]
         except (farflung.errors.FarflungError, RuntimeError) as error:
             return {"error": str(error)}

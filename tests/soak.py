@@ -51,7 +51,7 @@ def soak(steps: int, out: Path) -> None:
     """Trains and looks; prints what it has seen, rank by rank."""
     watch = Watch(steps)
     run = train(
-        "fashion-mnist/mlp", workers=WORKERS, steps=steps, data="packaged", out=out, show=watch,
+        "fashion-mnist/mlp", workers=WORKERS, steps=steps, data="packaged", out=out, sink=watch,
         evaluate_every=steps // PARTS, checkpoint_every=steps // PARTS,
     )  # fmt: skip
     assert run.summary["steps"] == steps

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from farflung.comm import Peer, WallCommunicator, loop
-from farflung.comm.keys import Keys, tls_context
-from farflung.comm.records import Record
-from farflung.comm.wire import DIRECT, MAGIC, VERSION, Kind, Route, encode
+from farflung.comm.keys import Keys, build_tls_context
+from farflung.comm.records import RecordKind
+from farflung.comm.wire import DIRECT_ROUTE, MAGIC, VERSION, MessageKind, RelayRoute, encode
 from farflung.types import Payload
 from tests.helpers import PATIENCE_S, numbered, tag
 
@@ -30,14 +30,14 @@ NOISE = {
     "an introduction of ones": b"\xff" * HELLO.size,
     "TLS that ends early": CLIENT_HELLO,
     "TLS with nonsense in it": CLIENT_HELLO + secrets.token_bytes(600),
-    "a record before an introduction": struct.pack("<IB3x", 1 << 20, Record.HEAD) + bytes(1000),
+    "a record before an introduction": struct.pack("<IB3x", 1 << 20, RecordKind.HEAD) + bytes(1000),
 }
-FRAME = struct.pack("<IB3x", 1 << 20, Record.HEAD) + bytes(1 << 20)
+FRAME = struct.pack("<IB3x", 1 << 20, RecordKind.HEAD) + bytes(1 << 20)
 """One of 1 MiB, with more to follow."""
 
 
 def place(comm: WallCommunicator) -> tuple[str, int]:
-    return comm.view.transport.me.host_and_port
+    return comm.session.transport.local_peer.host_and_port
 
 
 def knock(comm: WallCommunicator) -> socket.socket:
@@ -88,7 +88,7 @@ def proof(nonce: bytes, of: bytes, to: bytes, *said: int) -> bytes:
 
 def sealed(link: socket.socket, keys: Keys, server: str) -> ssl.SSLSocket:
     """The same connection with TLS, by someone's keys; ``server`` is the certificate that is accepted."""
-    return tls_context(keys, [server], server=False).wrap_socket(link)
+    return build_tls_context(keys, [server], is_server=False).wrap_socket(link)
 
 
 def challenged(link: socket.socket) -> bytes:
@@ -125,20 +125,20 @@ FORGED = tag(99)
 def message(frames: list[bytes]) -> bytes:
     """The records of a message whose tensors all ride in its head."""
     (head,) = frames
-    return struct.pack("<IB3x", len(head), Record.HEAD) + head
+    return struct.pack("<IB3x", len(head), RecordKind.HEAD) + head
 
 
-def forged(route: Route = DIRECT) -> list[bytes]:
-    return [bytes(frame) for frame in encode(Kind.DATA, 0, FORGED, numbered(666), route=route)]
+def forged(route: RelayRoute = DIRECT_ROUTE) -> list[bytes]:
+    return [bytes(frame) for frame in encode(MessageKind.DATA, 0, FORGED, numbered(666), route=route)]
 
 
 def abort() -> list[bytes]:
     text = torch.frombuffer(bytearray(b'{"rank": 1, "detail": "gone"}'), dtype=torch.uint8)
-    return [bytes(frame) for frame in encode(Kind.ABORT, 0, tag(0), Payload((text,)))]
+    return [bytes(frame) for frame in encode(MessageKind.ABORT, 0, tag(0), Payload((text,)))]
 
 
 def greeting(rank: int) -> list[bytes]:
     text = torch.frombuffer(
         bytearray(b'{"rank": %d, "settings": {"number of replicas": 3}}' % rank), dtype=torch.uint8
     )
-    return [bytes(frame) for frame in encode(Kind.HELLO, 0, tag(0), Payload((text,)))]
+    return [bytes(frame) for frame in encode(MessageKind.HELLO, 0, tag(0), Payload((text,)))]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import farflung
 from farflung.codecs import TopK, error_feedback
 from farflung.errors import ConfigError
-from farflung.handle import carries
+from farflung.handle import describe_attach_support
 from farflung.recipes import RECIPES, Recipe
 from farflung.state_trees import load_tree
 from farflung.telemetry import Event
@@ -95,7 +95,7 @@ def test_a_loop_goes_on_without_a_lost_rank(pool: Pool, lost: int, end: str, how
     [
         (replace(RECIPES["powersgd"], reducer="gradiveq"), "reducer .* needs all replicas: choose a codec"),
         (
-            RECIPES["delayed"].but(schedule="delayed(delay='auto')"),
+            RECIPES["delayed"].with_members(schedule="delayed(delay='auto')"),
             "schedule .* needs all replicas: choose synchronous, ",
         ),
         (replace(RECIPES["powersgd"], schedule="pipelined"), "learns from results in order"),
@@ -149,9 +149,9 @@ def test_each_step_is_told_of(how: str, monkeypatch: pytest.MonkeyPatch) -> None
     told: list[Event] = []
     model = attach_jobs.Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with farflung.attach(model, optimizer, how, show=told.append) as handle:
+    with farflung.attach(model, optimizer, how, sink=told.append) as handle:
         attach_jobs.plain(model, optimizer, handle.no_sync, 0)
-        now = handle._runtime.now()
+        now = handle._runtime.read_clock()
     assert [event["event"] for event in told] == ["begin", *["step"] * attach_jobs.STEPS]
     steps = told[1:]
     assert [event["step"] for event in steps] == list(range(attach_jobs.STEPS))
@@ -349,7 +349,9 @@ def test_a_model_of_many_tensors_of_any_type(pool: Pool, how: str) -> None:
     assert one["start"] != one["end"]
 
 
-@pytest.mark.parametrize("how", [name for name in RECIPES if not carries(RECIPES[name]).startswith("no")])
+@pytest.mark.parametrize(
+    "how", [name for name in RECIPES if not describe_attach_support(RECIPES[name]).startswith("no")]
+)
 def test_presets_carry_parameters_of_any_floating_type(pool: Pool, how: str) -> None:
     one, other = pool.run(2, "tests.attach_jobs.of_types", how=how)
     assert one == other
@@ -377,7 +379,7 @@ def test_what_would_train_apart_is_said_once(pool: Pool, kind: str, says: list[s
 
 def test_what_trains_is_looked_through_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(farflung.Handle, "_check_all_known", lambda handle: looked.append(handle.step))
+    monkeypatch.setattr(farflung.Handle, "_check_all_exchanged", lambda handle: looked.append(handle.step))
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with farflung.attach(model, optimizer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.attach_checks import check_optimizer, check_sole, needs_closure, plain_optimizer
+from farflung.attach_checks import check_optimizer, check_unwrapped, needs_closure, unwrap_optimizer
 from farflung.errors import ConfigError, Unsupported
 
 
@@ -36,19 +36,19 @@ def test_a_sharded_model_is_refused(how: str) -> None:
     else:
         model = FullyShardedDataParallel() if how == "module" else nn.Sequential(FullyShardedDataParallel())
     with pytest.raises(Unsupported, match="sharded by FSDP or as DTensors"):
-        check_sole(model)
+        check_unwrapped(model)
 
 
 def test_a_wrapped_optimizer_is_seen_through() -> None:
     inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    assert plain_optimizer(inner) is inner
-    assert plain_optimizer(Wrapper(Wrapper(inner))) is inner
+    assert unwrap_optimizer(inner) is inner
+    assert unwrap_optimizer(Wrapper(Wrapper(inner))) is inner
     around = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     around.base_optimizer = inner  # type: ignore[attr-defined]
-    assert plain_optimizer(around) is inner
+    assert unwrap_optimizer(around) is inner
     other: Any = object()
     with pytest.raises(ConfigError, match=re.escape("object is no torch.optim.Optimizer")):
-        plain_optimizer(other)
+        unwrap_optimizer(other)
 
 
 def test_an_optimizer_of_some_parameters_is_said_unless_the_others_are_frozen() -> None:

@@ -41,7 +41,7 @@ def decided_alone(log: DecisionLog, values: list[int]) -> list[list[Json]]:
     world = VirtualWorld(2, decisions=log)
 
     async def body(runtime: Runtime) -> list[Json]:
-        return [runtime.decide_own("width", step, values.pop).value for step in range(2)]
+        return [runtime.decide_locally("width", step, values.pop).value for step in range(2)]
 
     try:
         return world.run([body(runtime) for runtime in world.runtimes])
@@ -73,7 +73,7 @@ def test_recording_touches_no_file_and_nothing_stays_in_memory_that_a_file_takes
 def test_a_real_replica_without_a_folder_keeps_no_decisions() -> None:
     runtime = WallRuntime(0, 1, None)
     try:
-        assert runtime.decide_own("width", 0, lambda: 3).value == 3
+        assert runtime.decide_locally("width", 0, lambda: 3).value == 3
         assert runtime.decisions.entries == []
     finally:
         runtime.close()
@@ -110,9 +110,9 @@ def test_a_log_of_another_run_is_refused() -> None:
 
 
 def test_without_a_log_to_replay_nothing_is_known() -> None:
-    assert DecisionLog().replayed("stop", 0) is None
-    assert DecisionLog(replay=[]).replayed("stop", 0) is None
-    assert DecisionLog(replay=[Decision("stop", 3, True)]).replayed("stop", 3) is not None
+    assert DecisionLog().find_replayed("stop", 0) is None
+    assert DecisionLog(replay=[]).find_replayed("stop", 0) is None
+    assert DecisionLog(replay=[Decision("stop", 3, True)]).find_replayed("stop", 3) is not None
 
 
 def test_a_line_that_was_cut_short_at_the_end_is_left_out(tmp_path: Path) -> None:

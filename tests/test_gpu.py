@@ -43,15 +43,15 @@ def test_no_codec_waits_for_the_device(name: str, numel: int) -> None:
     spec = spec_of(grads[0])
     state = codec.init(spec, Seeds(1, 2))
     payload, state = codec.encode(state, grads[0], step=0, count=1)
-    state = codec.observe(state, codec.decode(state, payload, spec, step=0, count=1), step=0)
+    state = codec.update_state(state, codec.decode(state, payload, spec, step=0, count=1), step=0)
     torch.cuda.synchronize()
     with no_waiting():
         for step in (1, 2):
             payload, state = codec.encode(state, grads[step], step=step, count=1)
             decoded = codec.decode(state, payload, spec, step=step, count=1)
-            state = codec.observe(state, decoded, step=step)
+            state = codec.update_state(state, decoded, step=step)
     assert decoded.is_cuda
-    assert all(tensor.is_cuda for tensor in payload.tensors())
+    assert all(tensor.is_cuda for tensor in payload.iter_tensors())
 
 
 def on_gpu(rank: int, step: int) -> torch.Tensor:

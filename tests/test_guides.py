@@ -23,12 +23,12 @@ import pytest
 
 from farflung.errors import DataMissing
 from farflung.recipes import RECIPES
-from farflung.recipes.parts import MEMBERS
+from farflung.recipes.components import REGISTRIES
 from farflung.recipes.recipe import FAMILIES
-from farflung.runs import variant
+from farflung.runs import parse_variant
 from farflung.spec import build
 from farflung.telemetry import read_events
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 from tests.broker import HOME, Broker
 from tests.covering import thorough
 from tests.forks import Fork, farflung, script
@@ -153,7 +153,7 @@ def test_the_run_from_kafka(
 ) -> None:
     """With fewer steps than on the page, each of which takes a second."""
     try:
-        workload("fashion-mnist/mlp").datasets()
+        create_workload("fashion-mnist/mlp").load_datasets()
     except DataMissing as missing:
         pytest.skip(str(missing))
     inside(tmp_path, monkeypatch)
@@ -250,13 +250,15 @@ def quoted(page: Path) -> list[tuple[str, str]]:
 def test_recipes_that_a_page_quotes_can_be_made(page: Path) -> None:
     for text, name in quoted(page):
         if name in RECIPES:
-            settings = variant(text)
-            RECIPES[name].but(**{family: settings.get(family) for family in FAMILIES}).parts(0)
+            settings = parse_variant(text)
+            RECIPES[name].with_members(
+                **{family: settings.get(family) for family in FAMILIES}
+            ).build_components(0)
 
 
 def test_parts_that_the_choice_of_recipes_quotes_can_be_made() -> None:
     parts = [part for part in quoted(DOCS / "choosing.md") if part[1] not in RECIPES]
     assert parts
     for text, name in parts:
-        (family,) = (one for one in ("codec", "reducer", "schedule", "sampler") if name in MEMBERS[one])
-        build(family, text, MEMBERS[family], {"seed": 0} if family == "sampler" else None)
+        (family,) = (one for one in ("codec", "reducer", "schedule", "sampler") if name in REGISTRIES[one])
+        build(family, text, REGISTRIES[family], {"seed": 0} if family == "sampler" else None)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import farflung
 from farflung.errors import CheckpointError, ConfigError, RunLost
-from farflung.importance import Drawn, _cut
+from farflung.importance import DrawnBatch, _select_rows
 from farflung.state_trees import load_tree, save_tree
 from tests.covering import thorough
 from tests.helpers import same_tree
@@ -52,9 +52,9 @@ NONE = nn.Identity()
 
 def passed(
     sampler: farflung.ImportanceSampler, workers: int = 0, **options: Any
-) -> farflung.importance.Batches:
+) -> farflung.importance.BatchIterator:
     """A pass over the numbers, scored by them."""
-    return sampler.batches(loader_of(sampler, workers, **options), NONE, by_number)
+    return sampler.iter_batches(loader_of(sampler, workers, **options), NONE, by_number)
 
 
 def made(batch_size: int = 4, **options: Any) -> farflung.ImportanceSampler:
@@ -97,7 +97,8 @@ def test_the_weighted_mean_expects_to_be_the_mean_gradient(size: int, rule: str)
             for r in range(size)
         ]
         passes = [
-            sampler.batches(DataLoader(data, batch_sampler=sampler), model, losses) for sampler in samplers
+            sampler.iter_batches(DataLoader(data, batch_sampler=sampler), model, losses)
+            for sampler in samplers
         ]
         for several in zip(*passes, strict=True):
             means = [drawn.weigh(losses(model, batch)) for drawn, batch in several]
@@ -111,7 +112,7 @@ def test_the_weighted_mean_expects_to_be_the_mean_gradient(size: int, rule: str)
 def test_a_batch_is_cut_from_ten_batches_of_candidates() -> None:
     sampler = made(2)
     loader = loader_of(sampler)
-    for ids, (drawn, batch) in zip(sampler, sampler.batches(loader, NONE, by_number), strict=True):
+    for ids, (drawn, batch) in zip(sampler, sampler.iter_batches(loader, NONE, by_number), strict=True):
         assert len(set(ids)) == 20
         assert drawn.ids.tolist() == batch.tolist()
         assert len(set(batch.tolist())) == 2
@@ -124,7 +125,7 @@ def test_rows_are_cut_from_whatever_holds_tensors() -> None:
 
     rows = torch.tensor([2, 0])
     numbers = torch.arange(3)
-    found = _cut({"a": [numbers, (numbers + 10,)], "b": Pair(numbers, numbers.view(3, 1))}, rows, 3)
+    found = _select_rows({"a": [numbers, (numbers + 10,)], "b": Pair(numbers, numbers.view(3, 1))}, rows, 3)
     assert found["a"][0].tolist() == [2, 0]
     assert found["a"][1][0].tolist() == [12, 10]
     assert type(found["b"]) is Pair
@@ -133,7 +134,7 @@ def test_rows_are_cut_from_whatever_holds_tensors() -> None:
         with pytest.raises(
             ConfigError, match=f"the loader gives {said} for 3 samples: give tensors with a row"
         ):
-            _cut(odd, rows, 3)
+            _select_rows(odd, rows, 3)
 
 
 def test_scores_leave_no_trace_and_every_module_in_its_mode() -> None:
@@ -148,7 +149,7 @@ def test_scores_leave_no_trace_and_every_module_in_its_mode() -> None:
         return found
 
     sampler = farflung.ImportanceSampler(data, 4)
-    sampler.batches(DataLoader(data, batch_sampler=sampler), model, losses).ahead()
+    sampler.iter_batches(DataLoader(data, batch_sampler=sampler), model, losses).prefetch()
     assert same_tree(model.state_dict(), before)
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -165,37 +166,39 @@ def test_what_is_scored_ahead_is_drawn_from_by_the_model_of_then() -> None:
         return torch.where(numbers < 20, factor[0], 1.0)
 
     sampler = made(10)
-    batches = sampler.batches(loader_of(sampler), NONE, losses)
+    batches = sampler.iter_batches(loader_of(sampler), NONE, losses)
     factor[0] = 1e4
-    batches.ahead()
+    batches.prefetch()
     factor[0] = 1.0
-    batches.ahead()
+    batches.prefetch()
     drawn, _ = next(batches)
     assert (drawn.ids < 20).sum() >= 9
     drawn, _ = next(batches)
     assert drawn.weights.tolist() == pytest.approx([1.0] * 10)
     assert len([*batches]) == 2
-    batches.ahead()
+    batches.prefetch()
     assert not [*batches]
 
 
 def test_losses_of_zero_leave_it_uniform_and_the_mean_is_kept() -> None:
     sampler = made(8)
-    for drawn, _ in sampler.batches(loader_of(sampler), NONE, lambda _, numbers: torch.zeros(len(numbers))):
+    for drawn, _ in sampler.iter_batches(
+        loader_of(sampler), NONE, lambda _, numbers: torch.zeros(len(numbers))
+    ):
         assert drawn.weights.tolist() == pytest.approx([1.0] * 8)
 
 
 def test_shares_of_unlike_sizes_weigh_what_they_hold() -> None:
     same = {"losses": lambda _, numbers: torch.ones(len(numbers))}
     samplers = [made(4, rank=rank, size=3) for rank in range(3)]
-    weights = [next(s.batches(loader_of(s), NONE, **same))[0].weights[0].item() for s in samplers]
+    weights = [next(s.iter_batches(loader_of(s), NONE, **same))[0].weights[0].item() for s in samplers]
     assert weights == pytest.approx([14 / (N / 3), 13 / (N / 3), 13 / (N / 3)])
 
 
 def test_weighing_takes_the_mean_in_the_dtype_of_the_losses() -> None:
-    drawn = Drawn(torch.tensor([1, 0]), torch.tensor([0.5, 2.0]))
+    drawn = DrawnBatch(torch.tensor([1, 0]), torch.tensor([0.5, 2.0]))
     losses = torch.tensor([4.0, 1.0], dtype=torch.bfloat16, requires_grad=True)
-    mean = drawn.weigh(losses)
+    mean = drawn.reduce_losses(losses)
     mean.backward()
     assert (mean.item(), mean.dtype) == (2.0, torch.bfloat16)
     assert losses.grad is not None
@@ -205,7 +208,7 @@ def test_weighing_takes_the_mean_in_the_dtype_of_the_losses() -> None:
 # --- which batch they go with -----------------------------------------------------------------------------------
 
 
-def checked(pairs: Iterator[tuple[Drawn, Any]]) -> Iterator[Drawn]:
+def checked(pairs: Iterator[tuple[DrawnBatch, Any]]) -> Iterator[DrawnBatch]:
     """What was drawn, once it is clear that it is the batch's."""
     for drawn, batch in pairs:
         assert drawn.ids.tolist() == batch.tolist()
@@ -219,8 +222,8 @@ def test_batches_of_workers_that_fetch_ahead_are_their_draws(workers: int, persi
     options = {"persistent_workers": True, "prefetch_factor": 3} if persistent else {}
     loader = loader_of(sampler, workers, **options)
 
-    def again() -> Iterator[Drawn]:
-        return checked(sampler.batches(loader, NONE, by_number))
+    def again() -> Iterator[DrawnBatch]:
+        return checked(sampler.iter_batches(loader, NONE, by_number))
 
     for step, _ in enumerate(again()):
         if step == 3:
@@ -234,9 +237,9 @@ def test_batches_of_workers_that_fetch_ahead_are_their_draws(workers: int, persi
 def test_loaders_that_cannot_be_followed_are_refused() -> None:
     sampler = farflung.ImportanceSampler(Numbers(), 4)
     with pytest.raises(ConfigError, match="not drawn here: make it with batch_sampler="):
-        sampler.batches(DataLoader(Numbers(), batch_size=4), NONE, by_number)
+        sampler.iter_batches(DataLoader(Numbers(), batch_size=4), NONE, by_number)
     with pytest.raises(ConfigError, match="in_order=False gives its batches in an order of its own"):
-        sampler.batches(loader_of(sampler, 2, in_order=False), NONE, by_number)
+        sampler.iter_batches(loader_of(sampler, 2, in_order=False), NONE, by_number)
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------
@@ -283,12 +286,12 @@ def test_it_goes_on_where_it_was_saved(tmp_path: Path, workers: int, ahead: bool
             return (scores_of(numbers) / (1 + step[0])).float()
 
         while step[0] < end:
-            batches = sampler.batches(loader, NONE, losses)
+            batches = sampler.iter_batches(loader, NONE, losses)
             for drawn, batch in batches:
                 assert drawn.ids.tolist() == batch.tolist()
                 told.append((drawn.ids.tolist(), drawn.weights.tolist()))
                 if ahead:
-                    batches.ahead()
+                    batches.prefetch()
                 step[0] += 1
                 if step[0] == end:
                     break
@@ -369,7 +372,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], says: str) -> None:
 )
 def test_losses_that_do_not_fit(losses: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as error:
-        Drawn(torch.arange(4), torch.ones(4)).weigh(losses)
+        DrawnBatch(torch.arange(4), torch.ones(4)).reduce_losses(losses)
     assert "\n" not in str(error.value)
 
 
@@ -387,6 +390,6 @@ def test_losses_that_do_not_fit(losses: Any, says: str) -> None:
 def test_scores_that_do_not_fit(losses: Tensor, says: str) -> None:
     sampler = made(2)
     with pytest.raises((ConfigError, RunLost), match=says) as error:
-        next(sampler.batches(loader_of(sampler), NONE, lambda *_: losses))
+        next(sampler.iter_batches(loader_of(sampler), NONE, lambda *_: losses))
     assert "\n" not in str(error.value)
     assert bool((sampler.state_dict()["scores"] < 0).all()), "nothing was scored"

@@ -16,7 +16,7 @@ import pytest
 
 from farflung.cli.main import main
 from farflung.errors import MissingExtra, UnknownName
-from farflung.loggers import LOGGERS, RunLog, figures
+from farflung.loggers import LOGGERS, RunLog, extract_metrics
 from farflung.runs import RunFolder
 from farflung.types import Json
 
@@ -26,8 +26,8 @@ GIVEN = ["--workload", "synthetic/quadratic", "--steps", "6", "--evaluate-every"
 def figures_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What a run's loggers should have: steps and values by name, by its events."""
     found: dict[str, list[tuple[int, float]]] = {}
-    for event in RunFolder(folder).events()[0]:
-        values, step = figures(event)
+    for event in RunFolder(folder).load_events()[0]:
+        values, step = extract_metrics(event)
         for name, value in values.items():
             found.setdefault(name, []).append((step, value))
     return found
@@ -52,15 +52,15 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
 
 
 def test_all_loggers_receive_the_same_figures() -> None:
-    assert figures(
+    assert extract_metrics(
         {"event": "step", "rank": 0, "t": 9.0, "step": 2, "mean_loss": 1.5, "loss": 7, "bytes_sent": 80, "in_flight": 1}
     ) == (
         {"train/loss": 1.5, "network/bytes_sent": 80, "network/exchanges_under_way": 1, "seconds/run": 9.0},
         2,
     )  # fmt: skip
     view: dict[str, Json] = {"event": "view", "rank": 0, "t": 1.0, "step": 3, "members": [0, 2], "lost": [1]}
-    assert figures(view) == ({"network/members": 2}, 3)
-    assert figures({"event": "checkpoint", "rank": 0, "t": 1.0, "step": 3, "path": "x"}) == ({}, 3)
+    assert extract_metrics(view) == ({"network/members": 2}, 3)
+    assert extract_metrics({"event": "checkpoint", "rank": 0, "t": 1.0, "step": 3, "path": "x"}) == ({}, 3)
 
 
 def test_tensorboard_has_a_simulated_run_over_its_own_time(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ TORCH: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 
 
 def rates(how: str | RateSchedule) -> RateSchedule:
-    return Training(steps=STEPS, batch_size=1, learning_rate=RATE, learning_rate_schedule=how).make_rates()
+    return Training(
+        steps=STEPS, batch_size=1, learning_rate=RATE, learning_rate_schedule=how
+    ).make_rate_schedule()
 
 
 @pytest.mark.parametrize("how", TORCH)
@@ -64,18 +66,22 @@ def test_the_rate_is_that_of_torch(how: str) -> None:
     ours = rates(how)
     for step in range(STEPS):
         theirs = optimizer.param_groups[0]["lr"]
-        assert RATE * ours.factor(step, STEPS) == pytest.approx(theirs, rel=0, abs=1e-12), step
+        assert RATE * ours.compute_factor(step, STEPS) == pytest.approx(theirs, rel=0, abs=1e-12), step
         optimizer.step()
         schedule.step()
 
 
 @pytest.mark.parametrize("how", ["linear(final=0.2, until=10)", "cosine(warmup=3, final=0.2, until=10)"])
 def test_a_fall_stays_at_its_end(how: str) -> None:
-    assert [rates(how).factor(done, STEPS) for done in (10, 11, STEPS, 2 * STEPS)] == pytest.approx([0.2] * 4)
+    assert [rates(how).compute_factor(done, STEPS) for done in (10, 11, STEPS, 2 * STEPS)] == pytest.approx(
+        [0.2] * 4
+    )
 
 
 def test_milestones_inside_the_warm_up_count() -> None:
-    factors = [rates("step(milestones=(2,), gamma=0.5, warmup=4)").factor(done, STEPS) for done in range(5)]
+    factors = [
+        rates("step(milestones=(2,), gamma=0.5, warmup=4)").compute_factor(done, STEPS) for done in range(5)
+    ]
     assert factors == [0.25, 0.5, 0.375, 0.5, 0.5]
 
 
@@ -123,7 +129,7 @@ def told(run: Run, rank: int = 0) -> list[Any]:
 def test_a_run_follows_its_schedule_and_says_so(how: str) -> None:
     going = run(how).whole()
     per_step = 1 if how == COSINE else 4 * 2
-    wanted = [0.05 * rates(how).factor(step * per_step, 20 * per_step) for step in range(20)]
+    wanted = [0.05 * rates(how).compute_factor(step * per_step, 20 * per_step) for step in range(20)]
     assert told(going) == told(going, 1) == wanted
     assert same_bits(going.weights(0), going.weights(1))
 
@@ -195,9 +201,9 @@ def test_predictions_follow_the_rate_of_their_step() -> None:
 class Sawtooth:
     """A schedule that is no part of farflung."""
 
-    by: Literal["steps", "samples"] = "steps"
+    progress_unit: Literal["steps", "samples"] = "steps"
 
-    def factor(self, done: int, total: int) -> float:
+    def compute_factor(self, done: int, total: int) -> float:
         del total
         return 1 - done % 3 / 4
 

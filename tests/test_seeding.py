@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.errors import ConfigError
-from farflung.seeding import RandomState, derive, generator
+from farflung.seeding import RandomState, create_generator, derive_seed
 from farflung.state_trees import load_tree, save_tree
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 from tests.helpers import same_tree
 
 
 @pytest.fixture(autouse=True)
 def _outside() -> Iterator[None]:
-    with RandomState.scope():
+    with RandomState.preserve_globals():
         yield
 
 
@@ -40,7 +40,7 @@ def draw() -> list[float]:
 
 def alone(seed: int, count: int) -> list[list[float]]:
     """What a replica draws when nobody else does."""
-    with RandomState.scope():
+    with RandomState.preserve_globals():
         RandomState(seed).install()
         return [draw() for _ in range(count)]
 
@@ -70,7 +70,7 @@ def test_numpys_second_normal_is_kept_for_whom_it_belongs_to(turns: list[tuple[i
     def number(kind: str) -> float:
         return {"normal": np.random.standard_normal, "uniform": np.random.random}.get(kind, lambda: 0.0)()
 
-    with RandomState.scope():
+    with RandomState.preserve_globals():
         states = [RandomState(seed) for seed in range(3)]
         apart = [np.random.RandomState(seed) for seed in range(3)]
         for who, kind in turns:
@@ -113,10 +113,10 @@ def test_installing_it_again_changes_and_costs_nothing(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_scope_leaves_the_outside_as_it_was(fails: bool) -> None:
     draw()
-    with RandomState.scope():
+    with RandomState.preserve_globals():
         wanted = draw()  # the scope itself puts this back
     try:
-        with RandomState.scope():
+        with RandomState.preserve_globals():
             RandomState(1).install()
             draw()
             RandomState(2).install()
@@ -132,7 +132,7 @@ def test_a_replica_goes_on_in_the_next_scope() -> None:
     state = RandomState(7)
     drawn = []
     for _ in range(3):
-        with RandomState.scope():
+        with RandomState.preserve_globals():
             state.install()
             drawn.append(draw())
     assert drawn == alone(7, 3)
@@ -142,7 +142,7 @@ def test_scopes_nest() -> None:
     outer, inner = RandomState(1), RandomState(2)
     outer.install()
     drawn = [draw()]
-    with RandomState.scope():
+    with RandomState.preserve_globals():
         inner.install()
         draw()
     outer.install()
@@ -197,8 +197,8 @@ def test_a_saved_state_does_not_change_afterwards() -> None:
 
 
 def test_a_workload_that_draws_from_torch_alone_has_torchs_state_switched_alone() -> None:
-    work = workload("synthetic/quadratic")
-    states = [RandomState.of(work, seed, torch.device("cpu")) for seed in (1, 2, 1)]
+    work = create_workload("synthetic/quadratic")
+    states = [RandomState.from_workload(work, seed, torch.device("cpu")) for seed in (1, 2, 1)]
     before = (np.random.get_state()[1].tolist(), random.getstate())  # type: ignore[index]
     drawn = []
     for state in states:
@@ -210,7 +210,7 @@ def test_a_workload_that_draws_from_torch_alone_has_torchs_state_switched_alone(
 
 
 def test_states_of_both_kinds_take_turns() -> None:
-    whole, one = RandomState(3), RandomState(4, torch_alone=True)
+    whole, one = RandomState(3), RandomState(4, is_torch_only=True)
     drawn = []
     for state in (whole, one, whole, one, whole):
         state.install()
@@ -219,7 +219,7 @@ def test_states_of_both_kinds_take_turns() -> None:
 
 
 def test_torchs_state_alone_continues_from_a_checkpoint_of_all() -> None:
-    whole, one = RandomState(3), RandomState(4, torch_alone=True)
+    whole, one = RandomState(3), RandomState(4, is_torch_only=True)
     one.load_state_dict(whole.state_dict())
     one.install()
     assert torch.rand(3).tolist() == alone(3, 1)[0][:3]
@@ -232,32 +232,32 @@ labels = st.lists(st.integers(0, 1000) | st.text("abcxyz-", min_size=1), max_siz
 
 @given(st.tuples(st.integers(), labels), st.tuples(st.integers(), labels))
 def test_unlike_labels_give_unlike_seeds(one: Any, other: Any) -> None:
-    a, b = derive(one[0], *one[1]), derive(other[0], *other[1])
+    a, b = derive_seed(one[0], *one[1]), derive_seed(other[0], *other[1])
     assert 0 <= a < 2**63
     assert (a == b) == (one == other)
 
 
 def test_labels_do_not_run_together() -> None:
     seeds = {
-        derive(1, 1, 1),
-        derive(1, 11),
-        derive(11, 1),
-        derive(111),
-        derive(1, "1", "", "1"),
-        derive(1, "11", ""),
+        derive_seed(1, 1, 1),
+        derive_seed(1, 11),
+        derive_seed(11, 1),
+        derive_seed(111),
+        derive_seed(1, "1", "", "1"),
+        derive_seed(1, "11", ""),
     }
     assert len(seeds) == 6
 
 
 def test_derived_seeds_are_the_same_in_every_version() -> None:
-    assert derive(0) == 4246866556266386882
-    assert derive(7, "replica", 3) == 4988464620024277106
+    assert derive_seed(0) == 4246866556266386882
+    assert derive_seed(7, "replica", 3) == 4988464620024277106
 
 
 def test_a_generator_depends_on_its_labels_alone() -> None:
     before = torch.get_rng_state()
-    one, two = generator(1, "model"), generator(1, "model")
+    one, two = create_generator(1, "model"), create_generator(1, "model")
     torch.rand(5)
     assert torch.equal(torch.rand(4, generator=one), torch.rand(4, generator=two))
-    assert not torch.equal(torch.rand(4, generator=one), torch.rand(4, generator=generator(1, "data")))
+    assert not torch.equal(torch.rand(4, generator=one), torch.rand(4, generator=create_generator(1, "data")))
     torch.set_rng_state(before)

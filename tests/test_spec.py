@@ -11,9 +11,9 @@ import pytest
 
 from farflung.codecs import CODECS, ByRole, ErrorFeedback, TopK, error_feedback
 from farflung.errors import ConfigError
-from farflung.recipes import recipe
-from farflung.recipes.parts import MEMBERS
-from farflung.spec import Registry, build, imported, is_carried, text_of
+from farflung.recipes import parse_recipe
+from farflung.recipes.components import REGISTRIES
+from farflung.spec import Registry, build, format_spec, import_object, is_buildable
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_names_are_of_a_registry_or_imported(text: str) -> None:
 def test_the_text_of_a_part_makes_it_again(part: object) -> None:
     registries: list[Mapping[str, Callable[..., object]]] = [{}, CODECS]
     for registry in registries:
-        text = text_of(part, registry)
-        assert is_carried(text)
+        text = format_spec(part, registry)
+        assert is_buildable(text)
         made = build("codec", text, registry or {"identity": CODECS["identity"]})
         expected = part() if isinstance(part, functools.partial | type) or part is error_feedback else part
         assert made == expected, text
@@ -58,29 +58,29 @@ def test_there_is_one_hint_on_every_python() -> None:
 
 def test_what_has_no_text_is_told_apart_where_it_can_be() -> None:
     assert (
-        text_of(lambda: 1)
+        format_spec(lambda: 1)
         == "<function test_what_has_no_text_is_told_apart_where_it_can_be.<locals>.<lambda>>"
     )
-    assert not is_carried(text_of(object()))
-    assert text_of(object()) == text_of(object()), "without addresses, which no two processes share"
+    assert not is_buildable(format_spec(object()))
+    assert format_spec(object()) == format_spec(object()), "without addresses, which no two processes share"
 
 
 def test_modules_of_the_current_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text("VALUE = 3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    assert imported("codec", "only_here:VALUE") == 3
+    assert import_object("codec", "only_here:VALUE") == 3
     with pytest.raises(ConfigError, match="codec 'only_here:MISSING': cannot be imported"):
-        imported("codec", "only_here:MISSING")
+        import_object("codec", "only_here:MISSING")
 
 
-@pytest.mark.parametrize("family", MEMBERS)
+@pytest.mark.parametrize("family", REGISTRIES)
 def test_each_name_of_a_family_is_there_and_is_found_again(family: str) -> None:
-    registry = MEMBERS[family]
+    registry = REGISTRIES[family]
     for name in registry:
         made = registry[name]
         if isinstance(registry, Registry):
-            assert registry.name_of(made) == name
+            assert registry.find_name(made) == name
 
 
 def test_a_registry_takes_members_and_gives_them_up() -> None:
@@ -90,8 +90,8 @@ def test_a_registry_takes_members_and_gives_them_up() -> None:
     more: Registry[object] = Registry("farflung.codecs", {"by_role": "by_role"})
     both = registry | more
     assert list(both) == ["topk", "mine", "by_role"]
-    assert both.name_of(ByRole) == "mine"
-    assert both.name_of(ErrorFeedback) is None
+    assert both.find_name(ByRole) == "mine"
+    assert both.find_name(ErrorFeedback) is None
     del registry["mine"]
     assert list(registry) == ["topk"]
     assert list(both) == ["topk", "mine", "by_role"]
@@ -128,6 +128,6 @@ def test_a_recipe_may_have_changes_in_brackets(text: str, means: str) -> None:
 
 def _said(text: str) -> str:
     try:
-        return recipe(text).text
+        return parse_recipe(text).text
     except ConfigError as refusal:
         return str(refusal)

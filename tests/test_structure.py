@@ -470,7 +470,7 @@ def test_classes_stay_small_where_everybody_reads(room: str) -> None:
 
 
 def test_the_training_loop_names_no_part_of_a_recipe() -> None:
-    """A part makes its extensions itself; see :meth:`farflung.types.Sampler.extensions`."""
+    """A part makes its extensions itself; see :meth:`farflung.types.Sampler.build_extensions`."""
     parts = ("farflung.sampling.", "farflung.schedules.", "farflung.membership.", "farflung.reducers.")
     names = [name for _, name in imports_of(PACKAGE / "loop" / "replica.py") if name.startswith(parts)]
     classes = [name for name in names if name.rpartition(".")[2][0].isupper()]
@@ -478,7 +478,7 @@ def test_the_training_loop_names_no_part_of_a_recipe() -> None:
 
 
 PARTS = {"Sampler", "Schedule", "Sharing", "Stream"}
-"""Families of which nothing asks what kind a member is; :mod:`farflung.recipes.parts` asks whether it is one at all."""
+"""Families of which nothing asks what kind a member is; :mod:`farflung.recipes.components` asks whether it is one at all."""
 
 
 def test_nothing_asks_what_kind_a_part_is() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.tasks import Pending, Task, done, failed, first_of
+from farflung.tasks import Pending, Task, create_completed, create_failed, wait_any
 from tests.helpers import PATIENCE_S, Driver
 
 
@@ -31,11 +31,11 @@ async def wait_for(pending: Pending[Any]) -> Any:
 
 def test_a_value_arrives() -> None:
     pending: Pending[int] = Pending()
-    assert not pending.done
+    assert not pending.is_done
     with pytest.raises(RuntimeError, match="not there yet"):
         pending.result()
-    pending.set(3)
-    assert pending.done
+    pending.set_result(3)
+    assert pending.is_done
     assert pending.error is None
     assert pending.result() == 3
     assert pending.wait() == 3
@@ -44,8 +44,8 @@ def test_a_value_arrives() -> None:
 def test_an_error_arrives() -> None:
     pending: Pending[int] = Pending()
     error = ValueError("no")
-    pending.fail(error)
-    assert pending.done
+    pending.set_exception(error)
+    assert pending.is_done
     assert pending.error is error
     for ask in (pending.result, pending.wait):
         with pytest.raises(ValueError, match="no") as caught:
@@ -55,14 +55,14 @@ def test_an_error_arrives() -> None:
 
 def test_the_first_completion_stands() -> None:
     value: Pending[int] = Pending()
-    value.set(1)
-    value.set(2)
-    value.fail(ValueError())
+    value.set_result(1)
+    value.set_result(2)
+    value.set_exception(ValueError())
     assert value.result() == 1
     error: Pending[int] = Pending()
-    error.fail(KeyError("first"))
-    error.fail(ValueError("second"))
-    error.set(1)
+    error.set_exception(KeyError("first"))
+    error.set_exception(ValueError("second"))
+    error.set_result(1)
     with pytest.raises(KeyError, match="first"):
         error.result()
 
@@ -70,25 +70,25 @@ def test_the_first_completion_stands() -> None:
 def test_callbacks_come_once_in_order_and_at_once_when_it_is_late() -> None:
     seen: list[str] = []
     pending: Pending[None] = Pending()
-    pending.on_done(lambda _: seen.append("a"))
-    pending.on_done(lambda p: seen.append("b" if p.done else "too early"))
+    pending.add_done_callback(lambda _: seen.append("a"))
+    pending.add_done_callback(lambda p: seen.append("b" if p.is_done else "too early"))
     assert seen == []
-    pending.set(None)
-    pending.set(None)
+    pending.set_result(None)
+    pending.set_result(None)
     assert seen == ["a", "b"]
-    pending.on_done(lambda _: seen.append("c"))
+    pending.add_done_callback(lambda _: seen.append("c"))
     assert seen == ["a", "b", "c"]
 
 
 def test_of_many_threads_one_completes_it() -> None:
     pending: Pending[int] = Pending()
     seen: list[int] = []
-    pending.on_done(lambda p: seen.append(p.result()))
+    pending.add_done_callback(lambda p: seen.append(p.result()))
     start = threading.Barrier(8)
 
     def set_it(value: int) -> None:
         start.wait(PATIENCE_S)
-        pending.set(value)
+        pending.set_result(value)
 
     threads = [threading.Thread(target=set_it, args=(value,)) for value in range(8)]
     for thread in threads:
@@ -110,7 +110,7 @@ def test_nothing_runs_before_the_driver_does() -> None:
 
     task = Task(body(), driver.schedule)
     assert seen == []
-    assert not task.done
+    assert not task.is_done
     driver.run()
     assert seen == ["ran"]
     assert task.result() == 4
@@ -125,9 +125,9 @@ def test_it_resumes_when_what_it_awaits_arrives() -> None:
 
     task = Task(body(), driver.schedule)
     driver.run()
-    assert not task.done
-    arrives.set(6)
-    assert not task.done, "it resumed outside its driver"
+    assert not task.is_done
+    arrives.set_result(6)
+    assert not task.is_done, "it resumed outside its driver"
     driver.run()
     assert task.result() == 7
 
@@ -135,14 +135,14 @@ def test_it_resumes_when_what_it_awaits_arrives() -> None:
 def test_an_error_is_raised_where_it_is_awaited_and_can_be_caught() -> None:
     async def careful() -> str:
         try:
-            await failed(KeyError("k"))
+            await create_failed(KeyError("k"))
         except KeyError as error:
             return f"caught {error}"
         return "nothing happened"
 
     assert run(careful()) == "caught 'k'"
     with pytest.raises(KeyError, match="k"):
-        run(wait_for(failed(KeyError("k"))))
+        run(wait_for(create_failed(KeyError("k"))))
 
 
 def test_tasks_await_each_other() -> None:
@@ -151,7 +151,7 @@ def test_tasks_await_each_other() -> None:
     inner = Task(wait_for(first), driver.schedule)
     one, two = Task(wait_for(inner), driver.schedule), Task(wait_for(inner), driver.schedule)
     driver.run()
-    first.fail(ValueError("deep"))
+    first.set_exception(ValueError("deep"))
     driver.run()
     for task in (one, two):
         with pytest.raises(ValueError, match="deep"):
@@ -160,7 +160,7 @@ def test_tasks_await_each_other() -> None:
 
 def test_what_is_there_already_costs_no_turn_and_no_stack() -> None:
     async def body() -> int:
-        return sum([await done(1) for _ in range(20_000)])
+        return sum([await create_completed(1) for _ in range(20_000)])
 
     driver = Driver()
     task = Task(body(), driver.schedule)
@@ -181,8 +181,8 @@ def test_a_task_ended_from_outside_unwinds() -> None:
 
     task = Task(body(), driver.schedule)
     driver.run()
-    task.fail(RuntimeError("ended"))
-    never.set(None)
+    task.set_exception(RuntimeError("ended"))
+    never.set_result(None)
     driver.run()
     assert seen == ["unwound"]
     with pytest.raises(RuntimeError, match="ended"):
@@ -202,7 +202,7 @@ def test_a_task_stays_on_its_drivers_thread_whoever_completes() -> None:
 
     task = Task(body(), turns.put)
     turns.get(timeout=PATIENCE_S)()
-    other = threading.Thread(target=arrives.set, args=(9,))
+    other = threading.Thread(target=arrives.set_result, args=(9,))
     other.start()
     turns.get(timeout=PATIENCE_S)()
     other.join()
@@ -228,9 +228,9 @@ def test_results_do_not_depend_on_the_order_of_arrival(order: list[int], bad: se
     for index in order:
         driver.run()
         if index in bad:
-            arrivals[index].fail(ValueError())
+            arrivals[index].set_exception(ValueError())
         else:
-            arrivals[index].set(index)
+            arrivals[index].set_result(index)
     driver.run()
     assert task.result() == [-1 if index in bad else index for index in range(6)]
 
@@ -241,11 +241,13 @@ def test_results_do_not_depend_on_the_order_of_arrival(order: list[int], bad: se
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_first_of_names_the_first(first: int) -> None:
     pendings: list[Pending[int]] = [Pending() for _ in range(3)]
-    index = first_of(pendings)
-    assert not index.done
-    pendings[first].set(1)
+    index = wait_any(pendings)
+    assert not index.is_done
+    pendings[first].set_result(1)
     for pending in pendings:
-        pending.set(2)
+        pending.set_result(2)
     assert index.result() == first
-    assert first_of([Pending(), done(1), done(2)]).result() == 1, "the lowest of a tie"
-    assert first_of([Pending(), failed(ValueError())]).result() == 1, "an error is a completion too"
+    assert wait_any([Pending(), create_completed(1), create_completed(2)]).result() == 1, (
+        "the lowest of a tie"
+    )
+    assert wait_any([Pending(), create_failed(ValueError())]).result() == 1, "an error is a completion too"

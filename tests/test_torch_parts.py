@@ -15,7 +15,7 @@ PRIVATE = re.compile(r"torch\._C|torch\.utils\._|_execution_engine|multiprocessi
 
 def test_a_missing_part_is_named() -> None:
     with pytest.raises(Unsupported, match=r"torch \S+ has no torch\._C\._no_such_part, which farflung uses"):
-        _torch._part("torch._C._no_such_part")
+        _torch._import_private("torch._C._no_such_part")
 
 
 def test_no_other_module_uses_private_parts() -> None:

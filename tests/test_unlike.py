@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.loop import optimizer_settings
+from farflung.loop import describe_optimizer
 from tests.pool import Pool
 
 
@@ -30,7 +30,7 @@ def test_the_settings_of_an_optimizer_are_those_that_change_what_it_computes() -
         {"params": [model.weight], "lr": torch.tensor(0.5)},
         {"params": [model.bias]},
     ]
-    told = optimizer_settings(torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), foreach=True))
+    told = describe_optimizer(torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), foreach=True))
     assert told["optimizer"] == "AdamW"
     assert told["optimizer's lr"] == [0.5, 0.1]
     assert told["optimizer's betas"] == [[0.8, 0.9], [0.8, 0.9]]

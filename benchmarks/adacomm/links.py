@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farflung.comm import cost_s
+from farflung.comm import predict_cost_s
 from farflung.devices import DeviceProfile
 from farflung.network import Link, NetworkProfile
 
@@ -25,11 +25,15 @@ def links(ratio: float, nbytes: int) -> NetworkProfile:
     """An exchange of so many bytes takes ``ratio`` times Y: D."""
 
     def cost(latency_s: float, bandwidth_bps: float) -> float:
-        return cost_s(NetworkProfile.uniform(Link(latency_s, bandwidth_bps), REPLICAS), COLLECTIVE, nbytes)
+        return predict_cost_s(
+            NetworkProfile.create_uniform(Link(latency_s, bandwidth_bps), REPLICAS), COLLECTIVE, nbytes
+        )
 
     bandwidth = 1e6 * cost(0.0, 1e6) / (ratio * STEP_S * (1 - LATENCY_SHARE))
     latencies = cost(1.0, bandwidth) - cost(0.0, bandwidth)
-    return NetworkProfile.uniform(Link(ratio * STEP_S * LATENCY_SHARE / latencies, bandwidth), REPLICAS)
+    return NetworkProfile.create_uniform(
+        Link(ratio * STEP_S * LATENCY_SHARE / latencies, bandwidth), REPLICAS
+    )
 
 
 def most_per_step(ratio: float, period: float) -> float:

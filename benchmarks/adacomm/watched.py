@@ -15,11 +15,11 @@ from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.data import Subset, cifar
 from farflung.loop import Replica
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Dataset, Workload
-from farflung.workloads import Classification, vgg, workload
+from farflung.workloads import Classification, create_workload, vgg
 
 __all__ = ["HALVED", "SAMPLES", "Point", "Watched"]
 
@@ -38,7 +38,7 @@ class Point:
     Args:
       steps: that were done.
       seconds: of virtual time that they took.
-      loss: mean cross-entropy over :data:`SAMPLES`, of the model that all replicas have after an exchange.
+      loss: mean cross-entropy over :data:`FLOP_SAMPLES`, of the model that all replicas have after an exchange.
       block: steps since the exchange before.
     """
 
@@ -97,7 +97,7 @@ class Watched:
                 exchanged = (await replica.step()).stats is not None
                 if exchanged and step >= due:
                     loss = (await replica.evaluate()).loss
-                    curve.append([step, replica.runtime.now(), loss, step - before])
+                    curve.append([step, replica.runtime.read_clock(), loss, step - before])
                     due = (step // self.every + 1) * self.every
                 if exchanged:
                     before = step
@@ -131,7 +131,7 @@ class Watched:
         return world.run([train(one) for one in replicas_in(world, task, training, parts)])
 
     def _model(self) -> nn.Module:
-        return _workload(self.workload).model(generator(self.seed, "model"))
+        return _workload(self.workload).build_model(create_generator(self.seed, "model"))
 
 
 class _LookedAt:
@@ -146,7 +146,7 @@ class _LookedAt:
         self._task, self._samples = task, samples
 
     def datasets(self) -> tuple[Dataset, Dataset]:
-        train, _ = self._task.datasets()
+        train, _ = self._task.load_datasets()
         return train, Subset(train, torch.arange(min(self._samples, len(train))))
 
     def __getattr__(self, name: str) -> Any:
@@ -156,7 +156,7 @@ class _LookedAt:
 @functools.cache
 def _workload(name: str) -> Workload:
     if name != HALVED:
-        return workload(name)
+        return create_workload(name)
     return Classification(HALVED, _network, functools.partial(cifar.load, cifar.CIFAR10), {})
 
 

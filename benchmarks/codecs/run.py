@@ -29,8 +29,8 @@ from farflung.codecs import (
     chain,
     error_feedback,
 )
-from farflung.reducers.gradiveq.slices import Coder, Layout
-from farflung.types import Codec, Placed, Seeds, TensorSpec
+from farflung.reducers.gradiveq.slices import Layout, SliceCoder
+from farflung.types import Codec, ParameterSpan, Seeds, TensorSpec
 
 FULL_NUMEL, QUICK_NUMEL = 10_000_000, 100_000
 SEED = 0
@@ -104,7 +104,7 @@ def _works(grad: torch.Tensor) -> tuple[dict[str, Callable[[], object]], dict[st
         "abs().topk()": lambda: grad.abs().topk(numel // 100),
     }
     sizes, side = {}, math.isqrt(numel // 10)
-    spec = TensorSpec(tuple(grad.shape), grad.dtype, (Placed((side, side, 10), 0),))
+    spec = TensorSpec(tuple(grad.shape), grad.dtype, (ParameterSpan((side, side, 10), 0),))
     for name, codec in TIMED.items():
         before = codec.init(spec, Seeds(SEED, SEED))
         payload, state = codec.encode(before, grad, step=0, count=1)
@@ -116,7 +116,7 @@ def _works(grad: torch.Tensor) -> tuple[dict[str, Callable[[], object]], dict[st
             state, payload, spec, step=0, count=1
         )
     coder = _coder(grad.clone())
-    (whole,) = coder.cut(1)
+    (whole,) = coder.split(1)
     encoded = coder.encode(whole)
     sizes["gradiveq"] = round(grad.nbytes / encoded.nbytes, 3)
     works["gradiveq: encode"] = lambda: coder.encode(whole)
@@ -124,17 +124,17 @@ def _works(grad: torch.Tensor) -> tuple[dict[str, Callable[[], object]], dict[st
     return works, sizes
 
 
-def _coder(tensor: torch.Tensor) -> Coder:
+def _coder(tensor: torch.Tensor) -> SliceCoder:
     """One convolution of 16 filters, and as deep, whose slices share a basis; a few numbers over are dense."""
     numel = len(tensor)
     slices = numel // SLICE_NUMEL
-    convolution = Placed((16, 16, slices * SLICE_NUMEL // 256, 1), 0)
-    rest = Placed((numel - slices * SLICE_NUMEL,), slices * SLICE_NUMEL)
-    layout = Layout.of(TensorSpec((numel,), parts=(convolution, rest)), SLICE_NUMEL)
+    convolution = ParameterSpan((16, 16, slices * SLICE_NUMEL // 256, 1), 0)
+    rest = ParameterSpan((numel - slices * SLICE_NUMEL,), slices * SLICE_NUMEL)
+    layout = Layout.from_spec(TensorSpec((numel,), spans=(convolution, rest)), SLICE_NUMEL)
     generator = torch.Generator().manual_seed(SEED)
     basis, _ = torch.linalg.qr(torch.randn(SLICE_NUMEL, COEFFICIENTS, generator=generator))
-    (name,) = layout.named
-    return Coder(layout, {name: torch.zeros(slices, SLICE_NUMEL)}, {name: basis}, tensor, 1.0)
+    (name,) = layout.layers_by_name
+    return SliceCoder(layout, {name: torch.zeros(slices, SLICE_NUMEL)}, {name: basis}, tensor, 1.0)
 
 
 def _timed(works: Mapping[str, Callable[[], object]], rounds: int) -> Seconds:

@@ -50,7 +50,12 @@ def needed(code: Code, devices: int, partitions: int, draws: int) -> list[int | 
     counts: list[int | None] = []
     for seed in range(draws):
         rows = torch.cat(
-            [raw, torch.stack([code.row(index, partitions, seed) for index in range(devices - partitions)])]
+            [
+                raw,
+                torch.stack(
+                    [code.draw_row(index, partitions, seed) for index in range(devices - partitions)]
+                ),
+            ]
         )
         counts.append(beyond(rows, orders))
     return counts
@@ -62,7 +67,7 @@ def beyond(rows: Tensor, orders: np.random.Generator) -> int | None:
     decoder = Decoder[int](partitions)
     for place, device in enumerate(orders.permutation(len(rows)).tolist(), 1):
         decoder.add(device, rows[device])
-        if decoder.plan() is not None:
+        if decoder.find_plan() is not None:
             return place - partitions
     return None
 
@@ -103,7 +108,7 @@ def full_rank(law: Literal["binary", "masked"], missing: int, extra: int, draws:
     Coefficients are independent, so columns of one wide code are as good as many codes.
     """
     code = Masked(values=law == "masked")
-    rows: Tensor = torch.stack([code.row(index, missing * draws, 0) for index in range(missing + extra)])
+    rows: Tensor = torch.stack([code.draw_row(index, missing * draws, 0) for index in range(missing + extra)])
     values = torch.linalg.svdvals(rows.reshape(-1, draws, missing).movedim(0, 1))
     return float((values[:, -1] > TOLERANCE * values[:, 0]).double().mean())
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.coded.codes import normal_row
-from farflung.noise import uniform_row
-from farflung.seeding import derive
+from farflung.coded.codes import draw_normal_row
+from farflung.noise import draw_uniform_array
+from farflung.seeding import derive_seed
 
 __all__ = ["LAWS", "REPLICATION", "Masked", "Replication"]
 
@@ -28,14 +28,16 @@ class Masked:
     values: bool = True
     density: float = 0.5
 
-    def row(self, index: int, partitions: int, seed: int) -> Tensor:
-        """Draws a row, as :meth:`farflung.coded.Code.row`."""
+    def draw_row(self, index: int, partitions: int, seed: int) -> Tensor:
+        """Draws a row, as :meth:`farflung.coded.Code.draw_row`."""
         columns = np.arange(partitions)
         for attempt in itertools.count():
-            mask = uniform_row(derive(seed, "rlnc", "mask", attempt), index, columns) < self.density
+            mask = (
+                draw_uniform_array(derive_seed(seed, "rlnc", "mask", attempt), index, columns) < self.density
+            )
             if mask.any():
                 break
-        values = normal_row(derive(seed, "rlnc", "values", attempt), index, columns)
+        values = draw_normal_row(derive_seed(seed, "rlnc", "values", attempt), index, columns)
         return torch.from_numpy(np.where(mask, values if self.values else 1.0, 0.0))
 
 
@@ -43,7 +45,7 @@ class Masked:
 class Replication:
     """Coded block i is a copy of partition i mod K, so (r - 1) K of them make r copies of all."""
 
-    def row(self, index: int, partitions: int, seed: int) -> Tensor:
+    def draw_row(self, index: int, partitions: int, seed: int) -> Tensor:
         """Gives a unit vector."""
         del seed
         row = torch.zeros(partitions, dtype=torch.float64)

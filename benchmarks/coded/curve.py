@@ -57,9 +57,9 @@ class Point:
 
     def _row(self, index: int, seed: int) -> Tensor:
         if self.law in ("binary", "masked"):
-            return Masked(self.law == "masked", self.density).row(index, self.partitions, seed)
+            return Masked(self.law == "masked", self.density).draw_row(index, self.partitions, seed)
         code: Code = build("code", LAWS.get(self.law, self.law), CODES)
-        return code.row(index, self.partitions, seed)
+        return code.draw_row(index, self.partitions, seed)
 
 
 def points() -> list[Point]:

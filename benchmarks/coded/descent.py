@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.coded.world import parts_of, run
 from benchmarks.common import Measured
-from farflung.coded import GD, LBFGS, HeldProducts, Logistic, Problem, solve
+from farflung.coded import GD, LBFGS, InMemoryProducts, Logistic, Problem, solve
 from farflung.coded.coordinator import Coordinator, Settings
 from farflung.data import a9a
 from farflung.tasks import Pending, Task
@@ -32,7 +32,7 @@ def total_bytes(quick: bool) -> Mapping[str, Measured]:
     torch.set_num_threads(1)
     train, _ = a9a.load()
     features, targets = train.inputs.to(torch.float64), train.targets.to(torch.float64)
-    held = Problem(HeldProducts(features), Logistic(), targets[:, None])
+    held = Problem(InMemoryProducts(features), Logistic(), targets[:, None])
     optimum = _now(solve(LBFGS(), held, max_iterations=1000)).objective
     rate = _now(GD().init(held)).learning_rate
     goal = (1 + WITHIN) * optimum
@@ -41,7 +41,7 @@ def total_bytes(quick: bool) -> Mapping[str, Measured]:
     sent, objectives = {}, {}
     for code in ("rlnc", "mds"):
         settings = Settings(
-            partitions=PARTITIONS, devices=DEVICES, code=code, redundancy=0, pieces=1, least_s=60.0
+            partitions=PARTITIONS, devices=DEVICES, code=code, redundancy=0, pieces=1, min_timeout_s=60.0
         )
 
         async def descend(coordinator: Coordinator, runtime: Runtime) -> float:
@@ -95,4 +95,4 @@ async def _until(problem: Problem, rate: float, goal: float) -> int:
 
 def _now(steps: Coroutine[Pending[Any], None, T]) -> T:
     """Of products that are there at once."""
-    return Task(steps, lambda step: step(), at_once=True).result()
+    return Task(steps, lambda step: step(), eager_start=True).result()

@@ -19,11 +19,11 @@ from benchmarks.coded.encoding import FEATURES_OF_K, ROWS_EACH, Transposed
 from benchmarks.coded.pictures import draw_joins
 from benchmarks.coded.world import noise
 from benchmarks.common.kept import Kept
-from farflung.coded.blocks import Holding
-from farflung.coded.codes import rank, redundancy
+from farflung.coded.blocks import BlockStore
+from farflung.coded.codes import compute_rank, compute_redundancy
 from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
-from farflung.coded.registry import Registry
+from farflung.coded.registry import BlockRegistry
 from farflung.coded.run import simulate
 from farflung.faults import FaultPlan
 from farflung.network import Link
@@ -48,7 +48,7 @@ def joined(
 
     Args:
       code: as text.
-      transposed: how the product with residuals is had; by ``repair`` blocks of rows are all that is made.
+      transposed: how the product with residuals is had; by ``repair_connections`` blocks of rows are all that is made.
       seed: of the code.
       partitions: K.
       joins: of devices without data.
@@ -60,7 +60,7 @@ def joined(
     plan = FaultPlan()
     for place in range(joins):
         plan = plan.join(1 + partitions + place, at_s=(1 + place) * EVERY_S)
-    world = VirtualWorld(1 + partitions + joins, LINK, whole=False, faults=plan)
+    world = VirtualWorld(1 + partitions + joins, LINK, needs_all_members=False, faults=plan)
     settings = Settings(
         partitions=partitions,
         devices=partitions,
@@ -69,34 +69,39 @@ def joined(
         redundancy=0,
         pieces=1,
         transposed=transposed,
-        least_s=60.0,
+        min_timeout_s=60.0,
     )
     parts = noise(ROWS_EACH * partitions, FEATURES_OF_K * partitions, partitions)
     seen: list[Tensor] = []
 
     async def join_all(coordinator: Coordinator) -> None:
-        coordinator.settle()
+        coordinator.activate_partitions()
         operand = torch.ones(coordinator.features, 1, dtype=torch.float64)
         for place in range(1, joins + 2):
             while coordinator.elapsed_s < (place - 0.1) * EVERY_S:
-                await coordinator.times(operand)
+                await coordinator.multiply(operand)
             seen.append(_rows(coordinator.registry))
 
     def attend(runtime: VirtualRuntime) -> Device:
         place = runtime.comm.rank - 1
-        return Device(runtime, Holding(f"part {place}", *parts[place]) if place < partitions else Holding())
+        return Device(
+            runtime, BlockStore(f"part {place}", *parts[place]) if place < partitions else BlockStore()
+        )
 
     simulate(world, settings, attend, join_all)
-    sent = [runtime.comm.sent.to_json().get("encoding") for runtime in world.runtimes]
+    sent = [runtime.comm.sent_bytes.to_json().get("encoding") for runtime in world.runtimes]
     by_device = [sum(to[1 + partitions + place] for to in sent if to) for place in range(joins)]
     return by_device, seen
 
 
-def _rows(registry: Registry) -> Tensor:
+def _rows(registry: BlockRegistry) -> Tensor:
     """Coefficients of the blocks of rows that are made."""
-    unknowns = registry.unknowns("rows")
+    unknowns = registry.list_unknowns("rows")
     return torch.tensor(
-        [[block.coefficients.get(one, 0.0) for one in unknowns] for block in registry.there("rows")],
+        [
+            [block.coefficients.get(one, 0.0) for one in unknowns]
+            for block in registry.list_ready_blocks("rows")
+        ],
         dtype=torch.float64,
     )
 
@@ -119,9 +124,9 @@ def measure(code: str, transposed: Transposed) -> list[dict[str, Any]]:
                 "nbytes_fetched": nbytes,
                 "partitions_fetched": statistics.fmean(nbytes) / partition,
                 "coded_blocks": [len(rows) - PARTITIONS for rows in after],
-                "rank": [rank(rows) for rows in after],
-                "rank_of_coded_blocks": [rank(rows[PARTITIONS:]) for rows in after],
-                "may_vanish_in_the_worst_case": [redundancy(rows, enough=3) for rows in after],
+                "rank": [compute_rank(rows) for rows in after],
+                "rank_of_coded_blocks": [compute_rank(rows[PARTITIONS:]) for rows in after],
+                "may_vanish_in_the_worst_case": [compute_redundancy(rows, max_losses=3) for rows in after],
                 "extra_answers": statistics.fmean(extras),
             }
         )

@@ -24,9 +24,9 @@ from benchmarks.coded.rounds import (
 )
 from benchmarks.coded.world import noise
 from benchmarks.common import Measured
-from farflung.coded.blocks import Holding
+from farflung.coded.blocks import BlockStore
 from farflung.coded.coordinator import Coordinator
-from farflung.coded.meeting import Address, coordinating, take_part
+from farflung.coded.meeting import Address, run_device, start_coordinator
 from farflung.devices import DeviceProfile
 
 __all__ = ["in_pieces"]
@@ -42,15 +42,15 @@ def _attend(address: Address, place: int, partitions: int, pace: DeviceProfile, 
     """What the process of a device runs."""
     torch.set_num_threads(1)
     parts = noise(ROWS, FEATURES, partitions)
-    holding = Holding(f"part {place}", *parts[place]) if place < partitions else Holding()
-    take_part(address, holding, patience_s=120.0, join_s=60.0, pace=pace, seed=seed)
+    holding = BlockStore(f"part {place}", *parts[place]) if place < partitions else BlockStore()
+    run_device(address, holding, patience_s=120.0, connect_timeout_s=60.0, pace=pace, seed=seed)
 
 
 def times(one: Coded, pieces: int, iterations: int, pace: DeviceProfile, seed: int) -> list[float]:
     """Seconds of each iteration."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with coordinating(Address("127.0.0.1", 0), "run", join_s=60.0) as (runtime, at):
+    with start_coordinator(Address("127.0.0.1", 0), "run", connect_timeout_s=60.0) as (runtime, at):
         devices = [
             context.Process(target=_attend, args=(at, place, one.partitions, pace, seed), daemon=True)
             for place in range(DEVICES)
@@ -61,7 +61,7 @@ def times(one: Coded, pieces: int, iterations: int, pace: DeviceProfile, seed: i
         async def coordinate() -> list[float]:
             coordinator = Coordinator(runtime, one.settings(pieces))
             await coordinator.gather()
-            coordinator.settle()
+            coordinator.activate_partitions()
             seconds = await both_products(iterations)(coordinator, runtime)
             await coordinator.end()
             return seconds

@@ -17,10 +17,10 @@ from benchmarks.coded.models import samples
 from benchmarks.coded.world import Part, noise, parts_of
 from benchmarks.common import Measured
 from farflung.coded import CODES, GD, Code, Decoder, Logistic, Problem
-from farflung.coded.blocks import Holding
-from farflung.coded.codes import cached_plan
+from farflung.coded.blocks import BlockStore
+from farflung.coded.codes import get_plan
 from farflung.coded.coordinator import Coordinator, Settings
-from farflung.coded.meeting import Address, coordinating, take_part
+from farflung.coded.meeting import Address, run_device, start_coordinator
 from farflung.spec import build
 
 __all__ = ["decode", "iteration"]
@@ -42,19 +42,19 @@ def decode_times(code: Code, draws: int) -> list[float]:
     """Milliseconds from the first answer to all partitions, in random order, by a decoder that has no plans yet."""
     devices, partitions = DECODED
     random = np.random.default_rng(0)
-    coded = [code.row(index, partitions, 0) for index in range(devices - partitions)]
+    coded = [code.draw_row(index, partitions, 0) for index in range(devices - partitions)]
     rows = torch.cat([torch.eye(partitions, dtype=torch.float64), torch.stack(coded)])
     answers = (rows @ torch.from_numpy(random.standard_normal((partitions, DECODED_ROWS))))[:, :, None]
     found = []
     for _ in range(draws):
         order = random.permutation(devices).tolist()
-        cached_plan.cache_clear()
+        get_plan.cache_clear()
         begin = time.process_time()
         decoder = Decoder[int](partitions)
         for device in order:
             decoder.add(device, rows[device])
-            if (plan := decoder.plan()) is not None:
-                plan.apply({device: answers[device] for device in plan.answers})
+            if (plan := decoder.find_plan()) is not None:
+                plan.apply({device: answers[device] for device in plan.indices})
                 break
         found.append(1e3 * (time.process_time() - begin))
     return found
@@ -92,19 +92,19 @@ def _parts(quick: bool) -> list[Part]:
 def _attend(address: Address, place: int, quick: bool) -> None:
     """What the process of a device runs."""
     torch.set_num_threads(1)
-    holding = Holding()
+    holding = BlockStore()
     if place < PARTITIONS:
         features, labels = _parts(quick)[place]
-        holding = Holding(f"part {place}", features.clone(), labels.clone())
+        holding = BlockStore(f"part {place}", features.clone(), labels.clone())
         _parts.cache_clear()
-    take_part(address, holding, patience_s=120.0, join_s=60.0)
+    run_device(address, holding, patience_s=120.0, connect_timeout_s=60.0)
 
 
 def iteration_times(settings: Settings, iterations: int, quick: bool) -> tuple[list[float], list[float]]:
     """Milliseconds of iterations, and of both products alone."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with coordinating(Address("127.0.0.1", 0), "run", join_s=60.0) as (runtime, at):
+    with start_coordinator(Address("127.0.0.1", 0), "run", connect_timeout_s=60.0) as (runtime, at):
         devices = [
             context.Process(target=_attend, args=(at, place, quick), daemon=True) for place in range(DEVICES)
         ]
@@ -114,7 +114,7 @@ def iteration_times(settings: Settings, iterations: int, quick: bool) -> tuple[l
         async def coordinate() -> tuple[list[float], list[float]]:
             coordinator = Coordinator(runtime, settings)
             await coordinator.gather()
-            labels = torch.cat([one.labels for one in coordinator.settle()])
+            labels = torch.cat([one.labels for one in coordinator.activate_partitions()])
             problem = Problem(coordinator, Logistic(), labels[:, None])
             solver = GD(learning_rate=RATE, tol=1e-300)
             state = await solver.init(problem)
@@ -124,7 +124,7 @@ def iteration_times(settings: Settings, iterations: int, quick: bool) -> tuple[l
                 state = await solver.step(problem, state)
                 whole.append(1e3 * (time.process_time() - begin))
                 begin = time.process_time()
-                await coordinator.transposed_times(await coordinator.times(state.weights[:-1]))
+                await coordinator.multiply_transposed(await coordinator.multiply(state.weights[:-1]))
                 products.append(1e3 * (time.process_time() - begin))
             await coordinator.end()
             return whole, products
@@ -143,7 +143,7 @@ def iteration(quick: bool) -> Mapping[str, Measured]:
     """Of gradient descent at the default settings: loss and both products, all threads counted; others beside."""
     torch.set_num_threads(1)
     iterations = 2 if quick else ITERATIONS
-    default = Settings(partitions=PARTITIONS, devices=DEVICES, redundancy=0, least_s=60.0)
+    default = Settings(partitions=PARTITIONS, devices=DEVICES, redundancy=0, min_timeout_s=60.0)
     tried = {
         f"{one.transposed}, {one.pieces} pieces": one
         for one in (default, replace(default, pieces=1), replace(default, transposed="repair", pieces=1))

@@ -13,7 +13,7 @@ from benchmarks.coded.codes import REPLICATION
 from benchmarks.coded.world import Body, noise, run
 from benchmarks.common import Measured
 from farflung.coded.coordinator import Coordinator, Settings
-from farflung.devices import DeviceProfile, Varying
+from farflung.devices import DeviceProfile, VaryingStraggler
 from farflung.network import Link
 from farflung.types import Runtime
 
@@ -34,7 +34,7 @@ ROWS, FEATURES = 1920, 192
 """Blocks of 8 or 12 are equal, and those of 8 are cut in equal pieces."""
 DATA_S = 8.0
 """What one device takes for one product of all data, where nothing slows it down."""
-DEVICE = DeviceProfile("phone", forward_s=DATA_S / ROWS, stragglers=(Varying(1.0),))
+DEVICE = DeviceProfile("phone", forward_s=DATA_S / ROWS, stragglers=(VaryingStraggler(1.0),))
 LINK = Link(latency_s=0.001, bandwidth_bps=1e9)
 PIECES = 12
 """As many as devices, so that each begins with another one."""
@@ -59,7 +59,7 @@ class Coded:
             code=REPLICATION if self.code == "replication" else self.code,
             redundancy=0,
             pieces=pieces,
-            least_s=60.0,
+            min_timeout_s=60.0,
         )
 
 
@@ -81,12 +81,12 @@ def both_products(iterations: int, pause_s: float = 0.0) -> Body[list[float]]:
         for _ in range(iterations):
             spent = 0.0
             product = operand
-            for multiply in (coordinator.times, coordinator.transposed_times):
+            for multiply in (coordinator.multiply, coordinator.multiply_transposed):
                 if pause_s:
-                    await runtime.sleep_until(runtime.now() + pause_s)
-                begin = runtime.now()
+                    await runtime.sleep_until(runtime.read_clock() + pause_s)
+                begin = runtime.read_clock()
                 product = await multiply(product)
-                spent += runtime.now() - begin
+                spent += runtime.read_clock() - begin
             seconds.append(spent)
         return seconds
 

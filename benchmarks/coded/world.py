@@ -10,10 +10,10 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.coded.blocks import Holding
+from farflung.coded.blocks import BlockStore
 from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
-from farflung.coded.parts import partitioned
+from farflung.coded.parts import partition_rows
 from farflung.coded.run import simulate
 from farflung.devices import DeviceProfile
 from farflung.network import Link
@@ -42,7 +42,7 @@ class Ran(Generic[T]):
 
 def parts_of(features: Tensor, labels: Tensor, partitions: int) -> list[Part]:
     """Consecutive rows for each partition, in numbers as equal as can be."""
-    return [(features[rows], labels[rows]) for rows in partitioned(len(features), partitions)]
+    return [(features[rows], labels[rows]) for rows in partition_rows(len(features), partitions)]
 
 
 def noise(rows: int, features: int, partitions: int) -> list[Part]:
@@ -71,19 +71,25 @@ def run(
       seed: of the devices' stragglers.
     """
     world = VirtualWorld(
-        1 + settings.devices, link or Link(), device=device or DeviceProfile(), seed=seed, whole=False
+        1 + settings.devices,
+        link or Link(),
+        device=device or DeviceProfile(),
+        seed=seed,
+        needs_all_members=False,
     )
 
     def attend(runtime: VirtualRuntime) -> Device:
         place = runtime.comm.rank - 1
-        return Device(runtime, Holding(f"part {place}", *parts[place]) if place < len(parts) else Holding())
+        return Device(
+            runtime, BlockStore(f"part {place}", *parts[place]) if place < len(parts) else BlockStore()
+        )
 
     async def settled(coordinator: Coordinator) -> T:
-        coordinator.settle()
+        coordinator.activate_partitions()
         return await body(coordinator, world.runtimes[0])
 
     found = simulate(world, settings, attend, settled)
     sent: Counter[str] = Counter()
     for runtime in world.runtimes:
-        sent.update({kind: sum(counts) for kind, counts in runtime.comm.sent.to_json().items()})
+        sent.update({kind: sum(counts) for kind, counts in runtime.comm.sent_bytes.to_json().items()})
     return Ran(found, sent)

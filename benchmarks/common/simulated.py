@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
-from farflung.devices import CodingRates, DeviceProfile, device_profile
+from farflung.devices import CodingRates, DeviceProfile, find_device
 from farflung.loop import Replica
 from farflung.network import NetworkProfile
 from farflung.sim import VirtualWorld
@@ -29,14 +29,14 @@ def coding_of(device: str, *, reduced: int = 1, times: float = 1.0) -> CodingRat
       reduced: how many times smaller tensors are; each takes as long as the whole one would.
       times: how many times as long everything takes.
     """
-    rates = device_profile(device, forward_flops=1.0).coding
+    rates = find_device(device, forward_flops=1.0).coding
     assert rates is not None
     operations = {
         key: tuple({numel // reduced: seconds for numel, seconds in points if numel >= reduced}.items())
         for key, points in rates.operations.items()
     }
     fewer = CodingRates({key: points for key, points in operations.items() if points}, rates.message_s)
-    return fewer.scaled(times, times)
+    return fewer.scale(times, times)
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class Simulated:
         async def train(replica: Replica, ends_s: list[float]) -> None:
             for _ in range(steps):
                 await replica.step()
-                ends_s.append(world.clock.now())
+                ends_s.append(world.clock.time())
             await replica.flush()
 
         world.run([train(*each) for each in zip(replicas, self._ends_s, strict=True)])
         self.ends_s[:] = self._ends_s[0]
-        return world.clock.now()
+        return world.clock.time()
 
     def period_s(self, steps: int, *, after: int) -> float:
         """Seconds for each of ``steps`` steps, once ``after`` have passed."""

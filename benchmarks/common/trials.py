@@ -16,12 +16,12 @@ from benchmarks.common.worlds import replicas_in
 from farflung.config import Training
 from farflung.data import PARTITIONS, Partition
 from farflung.loop import Replica
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.sim import VirtualWorld
 from farflung.spec import build
 from farflung.tasks import Pending
 from farflung.types import Workload
-from farflung.workloads import TorchWorkload, workload
+from farflung.workloads import TorchWorkload, create_workload
 
 __all__ = ["CONVERGED", "RATES", "Trial", "Trials"]
 
@@ -93,7 +93,7 @@ class Trial:
 
     def _in_virtual_time(self, train: Callable[[Replica], Coroutine[Pending[Any], None, T]]) -> list[T]:
         torch.set_num_threads(1)
-        task = cast("Workload", _Prepared(workload(self.workload)))
+        task = cast("Workload", _Prepared(create_workload(self.workload)))
         training = Training(
             steps=self.steps,
             batch_size=self.batch_size,
@@ -107,7 +107,7 @@ class Trial:
         shares = None
         if self.partition is not None:
             how: Partition = build("partition", self.partition, PARTITIONS)
-            shares = how.split(task.datasets()[0], self.replicas, seed=self.seed)
+            shares = how.split(task.load_datasets()[0], self.replicas, seed=self.seed)
         return world.run(
             [train(one) for one in replicas_in(world, task, training, self.parts, shares=shares)]
         )
@@ -116,7 +116,7 @@ class Trial:
 def two_clouds() -> Workload:
     """Points around two centres and a linear model, which have an accuracy; for quick runs alone."""
     labels = torch.arange(64) % 2
-    points = torch.randn(64, 8, generator=generator(0, "two clouds")) + labels[:, None]
+    points = torch.randn(64, 8, generator=create_generator(0, "two clouds")) + labels[:, None]
     data = TensorDataset(points, labels)
     return TorchWorkload(partial(nn.Linear, 8, 2), data, data, nn.functional.cross_entropy)
 
@@ -132,7 +132,7 @@ class _Prepared:
         self._task = task
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        return self._task.model(generator).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+        return self._task.build_model(generator).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)

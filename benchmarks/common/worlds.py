@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from farflung.config import Training
 from farflung.loop import Replica
-from farflung.recipes import recipe
-from farflung.runs import make_replica, settled_collective
+from farflung.recipes import parse_recipe
+from farflung.runs import make_replica, resolve_run_collective
 from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import SampleIds, Workload
@@ -33,7 +33,7 @@ def replicas_in(
       sink: takes the events of rank 0.
       shares: of the training set; ``None``: all draw from the whole.
     """
-    chosen = recipe("synchronous").but(**parts)
+    chosen = parse_recipe("synchronous").with_members(**parts)
     replicas = [
         make_replica(
             runtime,
@@ -45,5 +45,5 @@ def replicas_in(
         )
         for rank, runtime in enumerate(world.runtimes)
     ]
-    settled_collective(world.settle_collective, chosen, replicas[0])
+    resolve_run_collective(world.resolve_collective, chosen, replicas[0])
     return replicas

@@ -28,7 +28,7 @@ from benchmarks.compression_pays.methods import (
     TIGHT,
     TRUNCATE16,
 )
-from farflung.network import network_profile
+from farflung.network import find_network
 
 FOLDER = Path(__file__).parent
 NODES, BATCH = 4, 8
@@ -146,7 +146,7 @@ def _timed(profile: str, nodes: int, *, quick: bool) -> dict[str, Timed]:
 
     def measure() -> dict[str, Any]:
         lines, *_ = in_lab(
-            network_profile(profile), nodes, "benchmarks.compression_pays.worker", str(BATCH), str(rounds), str(steps),
+            find_network(profile), nodes, "benchmarks.compression_pays.worker", str(BATCH), str(rounds), str(steps),
             *methods,
         )  # fmt: skip
         return {"timed": {line.pop("method"): line for line in lines}}

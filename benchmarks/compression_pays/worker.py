@@ -19,9 +19,9 @@ import torch.nn.functional as F
 
 from benchmarks.common.meter import Meter
 from benchmarks.compression_pays.methods import AUTO, REFERENCES, TIGHT, wrapped
-from farflung.ddp import DECIDED_AFTER
-from farflung.seeding import generator
-from farflung.workloads import workload
+from farflung.ddp import TRIAL_STEPS
+from farflung.seeding import create_generator
+from farflung.workloads import create_workload
 
 WARM_UP = 3
 """Steps in which buckets are laid out and connections find their rate."""
@@ -50,7 +50,7 @@ def measure(batch: int, rounds: int, steps: int, methods: Sequence[str], meter: 
     for names in groups(methods):
         own = [Training(name, batch, meter) for name in names]
         for training in own:
-            training.block(DECIDED_AFTER + 1 if training.method == AUTO else WARM_UP)
+            training.block(TRIAL_STEPS + 1 if training.method == AUTO else WARM_UP)
         taking_turns = [*references, *own]
         for training in taking_turns:
             training.forget()
@@ -86,9 +86,11 @@ class Training:
     def __init__(self, method: str, batch: int, meter: Meter) -> None:
         self.method, self.times_s = method, list[float]()
         self._meter = meter
-        self._ddp, self.close = wrapped(method, workload("cifar10/resnet20").model(generator(0, "model")))
+        self._ddp, self.close = wrapped(
+            method, create_workload("cifar10/resnet20").build_model(create_generator(0, "model"))
+        )
         self._optimizer = torch.optim.SGD(self._ddp.parameters(), lr=0.01, momentum=0.9)
-        own = generator(0, "data", dist.get_rank())
+        own = create_generator(0, "data", dist.get_rank())
         self._inputs = torch.randn(batch, 3, 32, 32, generator=own)
         self._targets = torch.randint(10, (batch,), generator=own)
         # The gradient of the first layer comes last.

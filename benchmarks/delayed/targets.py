@@ -12,7 +12,7 @@ from benchmarks.common import Measured, Simulated, Trainings, Trial, Trials, cod
 from benchmarks.common.trials import RATES
 from benchmarks.delayed.accuracy import CANARIES, TRAININGS, WARM_UP
 from benchmarks.delayed.times import DEVICE, NBYTES, REGIONS, SCALE, STEP_S
-from farflung.network import network_profile
+from farflung.network import find_network
 
 __all__ = ["NETWORKS", "target_row", "to_target"]
 
@@ -76,8 +76,8 @@ SEEN = {"synchronous": 4, "ours": WARM_UP + 80}
 
 def _ends(network: str, parts: Mapping[str, str], *, steps: int) -> list[float]:
     """When steps end in virtual time; bytes and bandwidths are divided, and coding takes as long as of all bytes."""
-    links = network_profile(network).for_nodes(NODES)
-    links = links.scaled(bandwidth=1 / SCALE, why=f"of a gradient {SCALE} times smaller")
+    links = find_network(network).with_nodes(NODES)
+    links = links.scale(bandwidth=1 / SCALE, reason=f"of a gradient {SCALE} times smaller")
     run = Simulated(parts, links, STEP_S, NBYTES // SCALE, coding_of(DEVICE, reduced=SCALE))
     run.run(steps)
     return run.ends_s

@@ -11,15 +11,15 @@ from benchmarks.common import Measured, Simulated, coding_of
 from benchmarks.common.shaped import paced_step_s
 from benchmarks.common.worlds import replicas_in
 from benchmarks.delayed.model import delayed_s, fedavg_s, scalability, synchronous_s
-from farflung.calibration import forward_flops
-from farflung.comm import cost_s
+from farflung.calibration import count_forward_flops
+from farflung.comm import predict_cost_s
 from farflung.config import Training
-from farflung.devices import DeviceProfile, device_profile
+from farflung.devices import DeviceProfile, find_device
 from farflung.loop import Replica
-from farflung.network import Link, NetworkProfile, network_profile
-from farflung.seeding import generator
+from farflung.network import Link, NetworkProfile, find_network
+from farflung.seeding import create_generator
 from farflung.sim import VirtualWorld
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 __all__ = [
     "HIDDEN",
@@ -66,7 +66,7 @@ def latencies(quick: bool) -> Mapping[str, Measured]:
     found: dict[str, dict[int, float]] = {name: {} for name in METHODS}
     uncoded: dict[str, dict[int, float]] = {name: {} for name in METHODS}
     for latency_ms in LATENCIES_MS[:1] if quick else LATENCIES_MS:
-        network = NetworkProfile.uniform(Link(latency_ms / 1e3, BANDWIDTH_BPS / SCALE), 4)
+        network = NetworkProfile.create_uniform(Link(latency_ms / 1e3, BANDWIDTH_BPS / SCALE), 4)
         for name, parts in METHODS.items():
             for scores, coding in ((found, coding_of(DEVICE, reduced=SCALE)), (uncoded, None)):
                 run = Simulated(parts, network, STEP_S, NBYTES // SCALE, coding)
@@ -92,7 +92,7 @@ def latencies(quick: bool) -> Mapping[str, Measured]:
 
 
 def _predicted(latency_s: float) -> dict[str, float]:
-    busy = cost_s(NetworkProfile.uniform(Link(0.0, BANDWIDTH_BPS), 4), COLLECTIVE, NBYTES)
+    busy = predict_cost_s(NetworkProfile.create_uniform(Link(0.0, BANDWIDTH_BPS), 4), COLLECTIVE, NBYTES)
     return {
         "SSGD": synchronous_s(STEP_S, 2 * latency_s, busy),
         "FedAvg": fedavg_s(STEP_S, 2 * latency_s, busy, period=20),
@@ -114,11 +114,11 @@ IN_REGIONS = {
 
 def in_regions(quick: bool) -> Mapping[str, Measured]:
     """A step of one node over that of four in the lab; bandwidths are as much smaller as the gradient is."""
-    model = workload(REGIONS_WORKLOAD).model(generator(0, "model"))
+    model = create_workload(REGIONS_WORKLOAD).build_model(create_generator(0, "model"))
     smaller = sum(p.nbytes for p in model.parameters()) / NBYTES
-    network = network_profile(REGIONS)
+    network = find_network(REGIONS)
     if not quick:
-        network = network.scaled(bandwidth=smaller, why=f"of a gradient {1 / smaller:.0f} times smaller")
+        network = network.scale(bandwidth=smaller, reason=f"of a gradient {1 / smaller:.0f} times smaller")
     rows = {}
     for name, (parts, warm_up, steps) in list(IN_REGIONS.items())[: 1 if quick else None]:
         found = paced_step_s(
@@ -225,10 +225,10 @@ def _averaged(
     Coding takes the share of a step that it takes on the device.
     """
     torch.set_num_threads(1)
-    work = workload(task.workload)
-    nbytes = sum(p.nbytes for p in work.model(generator(0, "model")).parameters())
+    work = create_workload(task.workload)
+    nbytes = sum(p.nbytes for p in work.build_model(create_generator(0, "model")).parameters())
     network = None if nodes == 1 else _taking(task.exchange_steps, nodes, nbytes)
-    pi = device_profile(DGA_DEVICE, forward_flops=forward_flops(work))
+    pi = find_device(DGA_DEVICE, forward_flops=count_forward_flops(work))
     device = DeviceProfile(
         forward_s=1 / (3 * DGA_BATCH),
         coding=coding_of(DGA_DEVICE, times=1 / (3 * DGA_BATCH * pi.forward_s)),
@@ -241,7 +241,7 @@ def _averaged(
         for _ in range(steps):
             await replica.step()
         await replica.flush()
-        seconds = replica.runtime.now()
+        seconds = replica.runtime.read_clock()
         return seconds, (await replica.evaluate()).metric if scored else 0.0
 
     found = world.run([train(replica) for replica in replicas_in(world, work, training, parts)])
@@ -252,8 +252,10 @@ def _taking(exchange_s: float, nodes: int, nbytes: int) -> NetworkProfile:
     """Links on which an exchange takes so long: one second for bytes, the rest latency."""
 
     def cost(latency_s: float, bandwidth_bps: float) -> float:
-        return cost_s(NetworkProfile.uniform(Link(latency_s, bandwidth_bps), nodes), "ring", nbytes)
+        return predict_cost_s(
+            NetworkProfile.create_uniform(Link(latency_s, bandwidth_bps), nodes), "ring", nbytes
+        )
 
     bandwidth = 1e6 * cost(0.0, 1e6)
     latency = (exchange_s - 1) / (cost(1.0, bandwidth) - 1)
-    return NetworkProfile.uniform(Link(latency, bandwidth), nodes)
+    return NetworkProfile.create_uniform(Link(latency, bandwidth), nodes)

@@ -23,12 +23,12 @@ from torch.distributed import TCPStore
 
 from benchmarks.common.workers import environment
 from farflung.errors import LabError
-from farflung.extras import need
+from farflung.extras import require_modules
 from farflung.lab import Lab
-from farflung.lab.tun import address_of
-from farflung.network import network_profile
-from farflung.seeding import generator
-from farflung.workloads import workload
+from farflung.lab.tun import build_address
+from farflung.network import find_network
+from farflung.seeding import create_generator
+from farflung.workloads import create_workload
 
 __all__ = ["HEARTBEATS", "managed", "survivors"]
 
@@ -63,14 +63,14 @@ def survivors(
       LabError: the run did not end in time, or replicas were missing before the kill; says what a worker said.
     """
     if peer in HEARTBEATS:
-        need("torchft's row", "torchft", extra="peers")
+        require_modules("torchft's row", "torchft", extra="peers")
     with tempfile.TemporaryDirectory(prefix="farflung-peers-") as name, ExitStack() as stack:
         folder = Path(name)
         told = [peer, model, str(nodes), str(lost), str(at), str(steps), name]
         module = [sys.executable, "-m", "benchmarks.elastic.peers", *told]
         # The lighthouse has a node of its own, which no fault strikes.
         count = nodes + (peer in HEARTBEATS)
-        lab = stack.enter_context(Lab(network_profile(network).for_nodes(count), count))
+        lab = stack.enter_context(Lab(find_network(network).with_nodes(count), count))
         lab.check(any_delay=True)
         lab.begin()
         for node in range(count):
@@ -102,8 +102,8 @@ def agent(node: int, nodes: int) -> list[str]:
     return [
         *("--nnodes", str(nodes), "--nproc-per-node", "1", "--max-restarts", "3"),
         *("--monitor-interval", "0.1"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address_of(0)}:{PORT}", "--rdzv-id", "elastic"),
-        *("--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", address_of(node)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{build_address(0)}:{PORT}", "--rdzv-id", "elastic"),
+        *("--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", build_address(node)),
     ]
 
 
@@ -128,8 +128,8 @@ class Training:
     """A workload's model, optimizer and batches; notes when each step is done, and kills itself where it is told to."""
 
     def __init__(self, model: str, file: Path, at: int | None) -> None:
-        self.task = workload(model)
-        self.model: nn.Module = self.task.model(generator(0, "model"))
+        self.task = create_workload(model)
+        self.model: nn.Module = self.task.build_model(create_generator(0, "model"))
         defaults: Mapping[str, Any] = self.task.defaults
         self.batch = int(defaults["batch_size"])
         self.optimizer = torch.optim.SGD(
@@ -138,7 +138,7 @@ class Training:
             momentum=defaults["momentum"],
             weight_decay=defaults["weight_decay"],
         )
-        self.samples, _ = self.task.datasets()
+        self.samples, _ = self.task.load_datasets()
         self.file, self.at = file.open("a"), at
 
     def begin(self, step: int) -> None:
@@ -147,7 +147,7 @@ class Training:
 
     def gradient(self, model: nn.Module) -> None:
         ids = torch.randint(len(self.samples), (self.batch,))
-        self.task.loss(model, self.samples.take(ids, train=True)).mean().backward()
+        self.task.compute_losses(model, self.samples.take(ids, train=True)).mean().backward()
 
     def done(self, step: int, present: int) -> None:
         self.file.write(json.dumps([step, time.monotonic(), present]) + "\n")
@@ -194,13 +194,13 @@ def replica(train: Training, nodes: int, node: int, steps: int, folder: Path) ->
     """Trains as one replica group of torchft's, of one process."""
     from torchft import Optimizer
 
-    store = TCPStore(address_of(node), 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(build_address(node), 0, is_master=True, wait_for_workers=False)
     manager = managed(
         train.model,
         train.optimizer,
         node,
         store,
-        f"http://{address_of(nodes)}:{PORT}",
+        f"http://{build_address(nodes)}:{PORT}",
         min_replica_size=2,
         timeout=timedelta(seconds=5),
     )

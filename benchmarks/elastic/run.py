@@ -29,10 +29,10 @@ from farflung.devices import DeviceProfile
 from farflung.errors import DataMissing, LabError
 from farflung.faults import Fault, FaultPlan
 from farflung.lab import Lab
-from farflung.network import network_profile
-from farflung.seeding import generator
+from farflung.network import find_network
+from farflung.seeding import create_generator
 from farflung.telemetry import Event, read_events
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 from tests.membership.plans import check
 
 STALL = "stall of survivors after kill -9, {}"
@@ -93,7 +93,7 @@ def trained(
     }
     if quick:
         told: list[Event] = []
-        farflung.simulate(show=told.append, network=network, workers=nodes, faults=plan, **both)
+        farflung.simulate(sink=told.append, network=network, workers=nodes, faults=plan, **both)
         return {rank: [event for event in told if event["rank"] == rank] for rank in range(nodes)}
     with tempfile.TemporaryDirectory(prefix="farflung-elastic-") as folder:
         (Path(folder) / "plan.toml").write_text("".join(map(as_toml, plan.faults)), encoding="utf-8")
@@ -142,9 +142,11 @@ def waited_s(took: Mapping[int, float], at: int, begin: int) -> float:
 
 def delay_s(network: str) -> float:
     """The longest one-way delay between two nodes."""
-    profile = network_profile(network).for_nodes(NODES)
-    sites = [profile.site_index(node) for node in range(NODES)]
-    return max(profile.link(a, b).latency_s for a in range(len(sites)) for b in range(len(sites)) if a != b)
+    profile = find_network(network).with_nodes(NODES)
+    sites = [profile.get_site_index(node) for node in range(NODES)]
+    return max(
+        profile.get_link(a, b).latency_s for a in range(len(sites)) for b in range(len(sites)) if a != b
+    )
 
 
 def stall(network: str, quick: bool) -> Mapping[str, Measured]:
@@ -215,7 +217,7 @@ def joined() -> dict[str, float]:
     """Seconds of one replica that joins."""
     with (
         tempfile.TemporaryDirectory(prefix="farflung-elastic-") as name,
-        Lab(network_profile(WIFI).for_nodes(NODES + 1), NODES + 1) as lab,
+        Lab(find_network(WIFI).with_nodes(NODES + 1), NODES + 1) as lab,
     ):
         folder = Path(name)
         lab.check(any_delay=True)
@@ -259,7 +261,7 @@ def joined() -> dict[str, float]:
 
 def state_nbytes() -> int:
     """Of parameters and momentum."""
-    model = workload(MODEL).model(generator(0, "model"))
+    model = create_workload(MODEL).build_model(create_generator(0, "model"))
     return 2 * sum(one.numel() * one.element_size() for one in model.parameters())
 
 
@@ -346,7 +348,7 @@ def back_again(quick: bool) -> Mapping[str, Measured]:
 
 def disturbed(folder: Path) -> str:
     """Writes the profile of four regions with a jitter of a fifth of the delay and a loss of 1 %; its name."""
-    profile = network_profile("four-regions").for_nodes(NODES)
+    profile = find_network("four-regions").with_nodes(NODES)
     lines = [
         'name = "four-regions-disturbed"',
         *(f'[[site]]\nname = "{number}"\nnodes = 1\n' for number in range(NODES)),
@@ -354,7 +356,7 @@ def disturbed(folder: Path) -> str:
     for a in range(NODES):
         for b in range(NODES):
             if a != b:
-                link = profile.link(profile.site_index(a), profile.site_index(b))
+                link = profile.get_link(profile.get_site_index(a), profile.get_site_index(b))
                 lines.append(
                     f'[[link]]\nfrom = "{a}"\nto = "{b}"\nlatency_s = {link.latency_s}\n'
                     f"jitter_s = {link.latency_s / 5}\nbandwidth_bps = {link.bandwidth_bps}\nloss = 0.01\n"
@@ -431,7 +433,7 @@ def one_of_two(quick: bool) -> Mapping[str, Measured]:
         try:
             run = farflung.train(
                 "synthetic/quadratic",
-                show=show,
+                sink=show,
                 out=folder / "run",
                 workers=2,
                 elastic="1",
@@ -477,7 +479,7 @@ def goodput(quick: bool) -> Mapping[str, Measured]:
     quiet: list[Event] = []
     farflung.simulate(
         "fashion-mnist/mlp",
-        show=quiet.append,
+        sink=quiet.append,
         workers=size,
         steps=5 if quick else 20,
         elastic="1",
@@ -486,7 +488,7 @@ def goodput(quick: bool) -> Mapping[str, Measured]:
     alone_s = statistics.median(durations([event for event in quiet if event["rank"] == 0]).values())
     events: list[Event] = []
     farflung.simulate(
-        "fashion-mnist/mlp", show=events.append, workers=size, elastic=f"1:{size + losses}", faults=plan,
+        "fashion-mnist/mlp", sink=events.append, workers=size, elastic=f"1:{size + losses}", faults=plan,
         steps=int(until_s / alone_s), **settings,
     )  # fmt: skip
     lost = {rank: 60.0 * (number + 1) for number, rank in enumerate(range(size - 1, size - 1 - losses, -1))}

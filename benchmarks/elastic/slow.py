@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import nn
 
 from farflung.types import Workload
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 from farflung.workloads.classification import Classification
 
 __all__ = ["SAVES_S", "slow"]
@@ -21,10 +21,10 @@ SAVES_S, AFTER_S = 20.0, 60.0
 
 def slow(**options: Any) -> Workload:
     """Make ``fashion-mnist/mlp``, whose state one replica of those in a folder takes :data:`SAVES_S` to copy, once."""
-    made = cast("Classification", workload("fashion-mnist/mlp", **options))
+    made = cast("Classification", create_workload("fashion-mnist/mlp", **options))
 
     def network() -> nn.Module:
-        net, began_s = made.network(), time.monotonic()
+        net, began_s = made.build_network(), time.monotonic()
 
         def wait(*_: object) -> None:
             if time.monotonic() < began_s + AFTER_S:
@@ -38,4 +38,4 @@ def slow(**options: Any) -> Workload:
         net.register_state_dict_pre_hook(wait)
         return net
 
-    return replace(made, network=network)
+    return replace(made, build_network=network)

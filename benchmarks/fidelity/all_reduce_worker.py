@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from farflung.comm import Endpoint, ExchangeChannel
-from farflung.comm.interface import route_to
+from farflung.comm.interface import find_local_address
 from farflung.wall import WallRuntime
 
 WARM_UPS = 2
@@ -28,13 +28,13 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(iter(rendezvous("env://")))
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
-    runtime = WallRuntime(rank, size, store, endpoint=Endpoint(route_to(os.environ["MASTER_ADDR"])))
+    runtime = WallRuntime(rank, size, store, endpoint=Endpoint(find_local_address(os.environ["MASTER_ADDR"])))
     exchange = [0]
 
     async def one(how: str, tensor: Tensor) -> Tensor:
         exchange[0] += 1
         channel = ExchangeChannel(runtime.comm, exchange[0], 0)
-        return (await channel.collective(how)(channel, tensor, torch.ones(1, dtype=torch.float64)))[0]
+        return (await channel.get_collective(how)(channel, tensor, torch.ones(1, dtype=torch.float64)))[0]
 
     for number, (how, nbytes, idle_s, at_most_s, repetitions) in enumerate(json.loads(sys.argv[1])):
         tensor = torch.ones(nbytes // 4)

@@ -15,11 +15,11 @@ from typing import Any
 import farflung as package
 from benchmarks.common.runs import farflung, last_event
 from benchmarks.fidelity.recipes import PERIODIC, RECIPES
-from farflung.devices import device_profile
-from farflung.lab import Measured, as_measured
-from farflung.lab.tun import chosen_congestion_control
-from farflung.network import network_profile
-from farflung.recipes import Recipe, recipe
+from farflung.devices import find_device
+from farflung.lab import PairMeasurement, apply_measured_delays
+from farflung.lab.tun import read_congestion_control
+from farflung.network import find_network
+from farflung.recipes import Recipe, parse_recipe
 from farflung.telemetry import Event, read_events
 
 __all__ = ["PACED", "SHORT", "WORKLOAD", "Cell", "calibrated", "compared", "measured", "recipe_of", "use"]
@@ -98,7 +98,7 @@ def measured(cell: Cell, calibration: str, *, quick: bool) -> dict[str, Any]:
       calibration: this machine with as many replicas, as TOML.
       quick: as few steps as make sense.
     """
-    control = chosen_congestion_control()
+    control = read_congestion_control()
     virtual = _simulated(cell, control, [], calibration, SHORT + (LEAST if quick else MOST))
     fit = sum(end <= RUN_S for end in virtual)
     steps = max(SHORT + LEAST, min(fit, len(virtual) - 1))
@@ -131,7 +131,7 @@ def compared(cell: Cell, lab: Mapping[str, Any], calibration: str) -> dict[str, 
       lab: what :func:`measured` gave of it.
       calibration: as there.
     """
-    pairs = [Measured(**pair) for pair in lab["pairs"]]
+    pairs = [PairMeasurement(**pair) for pair in lab["pairs"]]
     virtual = _simulated(cell, lab["congestion_control"], pairs, calibration, lab["steps"])
     short_s, long_s = virtual[SHORT], _mean(virtual[SHORT : lab["steps"] + 1])
     return {
@@ -158,7 +158,7 @@ def use(cell: Cell, calibration: str, period: int, *, quick: bool) -> dict[str, 
         lab, report = _in_lab(cell, _network(cell, scratch), steps, scratch)
         real = _ends(list(read_events(lab / "telemetry" / "rank-0.jsonl")))
         paces = [last_event(lab, rank, "pace") for rank in range(cell.nodes)]
-    pairs = [Measured(**pair) for pair in report["pairs"]]
+    pairs = [PairMeasurement(**pair) for pair in report["pairs"]]
     virtual = _simulated(cell, report["congestion_control"], pairs, calibration, steps)
     in_lab, simulated = (computed_s / (ends[steps] - ends[period]) for ends in (real, virtual))
     return {
@@ -173,7 +173,7 @@ def use(cell: Cell, calibration: str, period: int, *, quick: bool) -> dict[str, 
 def recipe_of(name: str) -> Recipe:
     """One of :data:`RECIPES` or :data:`PERIODIC` as an object."""
     changes = dict((RECIPES | PERIODIC)[name])
-    return recipe(changes.pop("recipe")).but(**changes)
+    return parse_recipe(changes.pop("recipe")).with_members(**changes)
 
 
 def _network(cell: Cell, scratch: Path) -> str:
@@ -199,16 +199,16 @@ def _settings(cell: Cell, steps: int) -> dict[str, object]:
 
 
 def _simulated(
-    cell: Cell, control: str, pairs: Sequence[Measured], calibration: str, steps: int
+    cell: Cell, control: str, pairs: Sequence[PairMeasurement], calibration: str, steps: int
 ) -> list[float]:
     """When each step ends; with the delays that the lab has measured where they are not the profile's."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         network = f"{_network(cell, scratch)}(congestion={control})"
-        profile = as_measured(network_profile(network).for_nodes(cell.nodes), pairs)
+        profile = apply_measured_delays(find_network(network).with_nodes(cell.nodes), pairs)
         machine = scratch / "machine.toml"
         machine.write_text(calibration, encoding="utf-8")
-        device = device_profile(str(machine))
+        device = find_device(str(machine))
     if cell.paced:
         # Coding and messages are this machine's own, and take the processor while the replica idles.
         device = replace(device, layers=(), forward_s=FORWARD_S, backward_s=None, optimizer_s=0.0, cores=2.0)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.common.shaped import in_lab  # noqa: E402
 from farflung.errors import LabError  # noqa: E402
-from farflung.lab.tun import address_of  # noqa: E402
+from farflung.lab.tun import build_address  # noqa: E402
 from farflung.network import Link, NetworkProfile, Wiring  # noqa: E402
 from farflung.network.tcp import CongestionControl  # noqa: E402
 from farflung.sim.clock import VirtualClock  # noqa: E402
@@ -70,9 +70,11 @@ def drawn(seed: int, networks: int) -> Iterator[tuple[Link, list[Plan]]]:
 
 def keep(seed: int, link: Link, plans: list[Plan]) -> None:
     """Measures on one link, and appends a row for each connection."""
-    profile = NetworkProfile.uniform(link, 2)
+    profile = NetworkProfile.create_uniform(link, 2)
     try:
-        sent, _ = in_lab(profile, 2, "benchmarks.fidelity.one_flow_worker", json.dumps(plans), address_of(1))
+        sent, _ = in_lab(
+            profile, 2, "benchmarks.fidelity.one_flow_worker", json.dumps(plans), build_address(1)
+        )
     except LabError as error:
         print(error, flush=True)
         return
@@ -91,18 +93,18 @@ def keep(seed: int, link: Link, plans: list[Plan]) -> None:
 def predicted(row: dict[str, Any], congestion: CongestionControl | None) -> list[float]:
     """What each message of a connection takes in virtual time, begun as long after the last one as in the lab."""
     link = Link(row["latency_s"], row["bandwidth_bps"], loss=row["loss"])
-    profile = replace(NetworkProfile.uniform(link, 2), congestion=congestion)
+    profile = replace(NetworkProfile.create_uniform(link, 2), congestion=congestion)
     ends = [begin_s + took_s for begin_s, took_s in zip(row["begins_s"], row["seconds"], strict=True)]
     rests = [begin_s - end_s for begin_s, end_s in zip(row["begins_s"][1:], ends, strict=False)]
     clock = VirtualClock()
     flows, took = Flows(clock, Wiring(profile), seed=0), list[float]()
 
     def send() -> None:
-        begin_s = clock.now()
+        begin_s = clock.time()
 
         def arrived(t: float) -> None:
             if len(took) < len(rests):
-                clock.at(t + rests[len(took)], send)
+                clock.call_at(t + rests[len(took)], send)
             took.append(t - begin_s)
 
         flows.send(0, 1, row["nbytes"], 0, arrived)

@@ -32,7 +32,7 @@ def agreement(recipes: Sequence[Timed]) -> tuple[int, int]:
     """Pairs in the same order less pairs in the other one, and all pairs.
 
     Pairs that the lab does not tell apart are left out: those within twice the standard error of their difference, or
-    within :data:`SAME`. One that only the simulator takes for equal counts as a pair, for neither order.
+    within :data:`COMPARED_SETTINGS`. One that only the simulator takes for equal counts as a pair, for neither order.
 
     Args:
       recipes: of one network.

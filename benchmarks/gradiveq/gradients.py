@@ -13,9 +13,9 @@ from torch import Tensor
 from benchmarks.gradiveq.times import spec_of
 from farflung.reducers.gradiveq import window
 from farflung.reducers.gradiveq.slices import Layout
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.types import TensorSpec
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 __all__ = ["WAYS", "Choice", "Series", "Way", "added_up", "adjacent", "compared", "series", "spectra"]
 
@@ -86,14 +86,14 @@ class Series:
 def gradients(name: str, steps: int, *, seed: int = 0) -> Iterator[Tensor]:
     """The mean gradient of each step of a training, flat, in the order of the parameters."""
     torch.set_num_threads(1)
-    task = workload(name)
-    model = task.model(generator(seed, "model"))
-    data, _ = task.datasets()
+    task = create_workload(name)
+    model = task.build_model(create_generator(seed, "model"))
+    data, _ = task.load_datasets()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=1e-4)
-    order = generator(seed, "order")
+    order = create_generator(seed, "order")
     for _ in range(steps):
         drawn = torch.randint(len(data), (SAMPLES,), generator=order)
-        task.loss(model, data.take(drawn, train=True)).mean().backward()
+        task.compute_losses(model, data.take(drawn, train=True)).mean().backward()
         yield torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
         optimizer.step()
         optimizer.zero_grad()
@@ -131,15 +131,15 @@ def compared(found: Series, choice: Choice) -> dict[str, Any]:
     layout, means, bases = _solved(found, choice)
     left, whole = dict.fromkeys(found.later, 0.0), dict.fromkeys(found.later, 0.0)
     coded, ratios = 0, []
-    for name, layer in layout.named.items():
+    for name, layer in layout.layers_by_name.items():
         basis = bases[name]
         for behind, gradient in found.later.items():
-            own = layer.rows(gradient, 0, layer.slices)
+            own = layer.read_slices(gradient, 0, layer.num_slices)
             centred = own - means[name]
             left[behind] += float((centred - centred @ basis @ basis.T).square().sum())
             whole[behind] += float(own.square().sum())
-        coded += basis.shape[1] * layer.slices
-        ratios.append(layer.numel / (basis.shape[1] * layer.slices))
+        coded += basis.shape[1] * layer.num_slices
+        ratios.append(layer.numel / (basis.shape[1] * layer.num_slices))
     losses = {behind: (left[behind] / whole[behind]) ** 0.5 for behind in found.later}
     return {
         "ratio": sum(layer.numel for layer in layout.layers) / coded,
@@ -151,8 +151,8 @@ def compared(found: Series, choice: Choice) -> dict[str, Any]:
 
 def _solved(found: Series, choice: Choice) -> tuple[Layout, Mapping[str, Tensor], Mapping[str, Tensor]]:
     """Where slices are, and the means and bases of the window by layers."""
-    layout = Layout.of(found.spec, choice.slice_size)
-    state = window.begin(0, layout)
+    layout = Layout.from_spec(found.spec, choice.slice_size)
+    state = window.init_window(0, layout)
     for gradient in found.window:
         state = window.add_mean(state, gradient, 1)
     state = window.solve_bases(state, choice.ratio, choice.variance_left, lambda numel, find: find())
@@ -169,9 +169,9 @@ def added_up(found: Series, choice: Choice, way: Way) -> dict[int, float]:
     layout, means, bases = _solved(found, choice)
     off = {span: torch.zeros(len(found.after) // span) for span in SPANS}
     whole = {span: torch.zeros(len(found.after) // span) for span in SPANS}
-    for name, layer in layout.named.items():
+    for name, layer in layout.layers_by_name.items():
         mean, basis = means[name], bases[name]
-        after = torch.stack([layer.rows(one, 0, layer.slices) for one in found.after])
+        after = torch.stack([layer.read_slices(one, 0, layer.num_slices) for one in found.after])
         errors, left = torch.empty_like(after), torch.zeros_like(mean)
         for step, own in enumerate(after):
             given = own + left
@@ -192,10 +192,10 @@ def _squares_of_sums(steps: Tensor, span: int) -> Tensor:
 
 def spectra(found: Series, slice_size: int) -> list[list[float]]:
     """Of each layer's first slice, the share of its variance that the first 1, 2, ... components explain."""
-    layout = Layout.of(found.spec, slice_size)
+    layout = Layout.from_spec(found.spec, slice_size)
     shares = []
     for layer in layout.layers:
-        rows = torch.stack([layer.rows(one, 0, 1)[0] for one in found.window])
+        rows = torch.stack([layer.read_slices(one, 0, 1)[0] for one in found.window])
         variances = torch.linalg.svdvals(rows - rows.mean(dim=0)).square()[:-1]
         shares.append((variances.cumsum(0) / variances.sum()).tolist())
     return shares
@@ -206,10 +206,10 @@ def adjacent(found: Series) -> list[list[float]]:
 
     References: Yu et al. 2018, Fig. 4, three adjacent gradients of one layer over 150 iterations.
     """
-    layout = Layout.of(found.spec, found.spec.numel)
+    layout = Layout.from_spec(found.spec, found.spec.numel)
     explained = []
     for layer in layout.layers:
-        flat = torch.stack([layer.rows(one, 0, layer.slices).reshape(-1) for one in found.window])
+        flat = torch.stack([layer.read_slices(one, 0, layer.num_slices).reshape(-1) for one in found.window])
         centred = (flat - flat.mean(dim=0)).double()
         triples = centred[:, : flat.shape[1] // 3 * 3].view(len(flat), -1, 3)
         covariances = torch.einsum("tia,tib->iab", triples, triples)

@@ -10,7 +10,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from farflung.report.pictures import picture
+from farflung.report.pictures import create_picture
 
 __all__ = ["draw"]
 
@@ -32,7 +32,7 @@ def draw(folder: Path, found: Mapping[str, Any]) -> None:
 
 def _spectra(path: Path, spectra: Sequence[Sequence[float]]) -> None:
     colours = colormaps["viridis"]
-    with picture(path, (7, 4.2)) as figure:
+    with create_picture(path, (7, 4.2)) as figure:
         axes = figure.subplots()
         for number, shares in enumerate(spectra):
             axes.plot(
@@ -49,7 +49,7 @@ def _spectra(path: Path, spectra: Sequence[Sequence[float]]) -> None:
 
 
 def _choices(path: Path, choices: Sequence[Mapping[str, Any]]) -> None:
-    with picture(path, (11, 3.8)) as figure:
+    with create_picture(path, (11, 3.8)) as figure:
         places = figure.subplots(1, 3, sharex=True, sharey=True)
         for axes, setting in zip(places, USUAL, strict=True):
             along = [one for one in choices if _differs_in(one["choice"], setting)]

@@ -71,7 +71,7 @@ def times(quick: bool) -> Mapping[str, Measured]:
     ratios, sample_steps = ((EIGHT,), 5) if quick else (COMPRESSIONS, SAMPLE_STEPS)
     # A ring sends 2 (n - 1) / n of the gradient over each link.
     bandwidth = 2 * (NODES - 1) / NODES * 8 * spec.nbytes / AGGREGATION_S
-    network = NetworkProfile.uniform(Link(LATENCY_S, bandwidth), NODES, "the ring's 1.7 s")
+    network = NetworkProfile.create_uniform(Link(LATENCY_S, bandwidth), NODES, "the ring's 1.7 s")
     kept = Kept(FOLDER, "coding", quick=quick).once(
         {"ratios": list(ratios), "nodes": NODES},
         functools.partial(rates, ratios, spec, NODES, 1 if quick else 10, sample_steps),

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from farflung.calibration import CodingTask, coding_points
+from farflung.calibration import CodingTask, measure_coding
 from farflung.codecs import QSGD
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.devices import CodingRates, DeviceProfile
 from farflung.network import NetworkProfile
 from farflung.reducers import CodecReducer, GradiVeQ
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.sim import VirtualWorld
-from farflung.types import Contribution, Placed, Reducer, Seeds, StateSlot, TensorSpec
-from farflung.workloads import workload
+from farflung.types import Contribution, ParameterSpan, Reducer, Seeds, StateSlot, TensorSpec
+from farflung.workloads import create_workload
 
 __all__ = [
     "COMPRESS_STEPS",
@@ -56,10 +56,10 @@ def gradiveq(ratio: float, sample_steps: int = SAMPLE_STEPS) -> GradiVeQ:
 def spec_of(name: str) -> TensorSpec:
     """All gradients of a workload's model in one flat tensor."""
     parts, start = [], 0
-    for parameter in workload(name).model(generator(0, "model")).parameters():
-        parts.append(Placed(tuple(parameter.shape), start))
+    for parameter in create_workload(name).build_model(create_generator(0, "model")).parameters():
+        parts.append(ParameterSpan(tuple(parameter.shape), start))
         start += parameter.numel()
-    return TensorSpec((start,), parts=tuple(parts))
+    return TensorSpec((start,), spans=tuple(parts))
 
 
 def rates(
@@ -69,7 +69,7 @@ def rates(
     windows = [gradiveq(ratio, sample_steps) for ratio in ratios]
     reducers: list[Reducer] = [PLAIN_RING, QSGD_RING, *windows]
     tasks = [CodingTask("all", tuple(reducers))]
-    found = coding_points(tasks, [spec], rounds=rounds, replicas=nodes)
+    found = measure_coding(tasks, [spec], rounds=rounds, replicas=nodes)
     return {"operations": [[*key, points] for key, points in found.items()]}
 
 
@@ -152,16 +152,16 @@ def _exchanged(
     async def replica(rank: int) -> list[tuple[float, int]]:
         comm = world.runtimes[rank].comm
         slot = StateSlot(reducer.init(spec, Seeds(0, rank)))
-        noise, found = generator(0, "gradient", rank), []
+        noise, found = create_generator(0, "gradient", rank), []
         for step in steps:
-            channel = ExchangeChannel(comm, Purpose.STEP.at(step), 0)
+            channel = ExchangeChannel(comm, Purpose.STEP.build_exchange_id(step), 0)
             own = Contribution(torch.randn(spec.numel, generator=noise), 1.0, NO_RIDER)
-            begin = world.clock.now()
+            begin = world.clock.time()
             result = await reducer.reduce(channel, slot, own, step=step)
-            if result.learn is not None:
-                slot.state = result.learn(slot.state)
-            await channel.computed()
-            found.append((world.clock.now() - begin, channel.sent_nbytes))
+            if result.update_state is not None:
+                slot.state = result.update_state(slot.state)
+            await channel.wait_computed()
+            found.append((world.clock.time() - begin, channel.sent_nbytes))
         return found
 
     ranks = world.run([replica(rank) for rank in range(len(world.runtimes))])
@@ -178,6 +178,6 @@ def sent_ratio(reducer: Reducer, spec: TensorSpec, nodes: int) -> float:
     (dense,) = sent(PLAIN_RING)
     if not isinstance(reducer, GradiVeQ):
         return dense / sent(reducer, LATE)[0]
-    sampled, *_, compressed = sent(reducer, reducer.warm_up, reducer.exchanges_until(1))
+    sampled, *_, compressed = sent(reducer, reducer.warm_up, reducer.count_exchanges(1))
     samples, others = reducer.sample_steps, reducer.compress_steps
     return dense * (samples + others) / (samples * sampled + others * compressed)

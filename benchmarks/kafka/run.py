@@ -25,8 +25,8 @@ from benchmarks.kafka.producers import COUNTS, PRODUCE, RATES, THREADS, effectiv
 from farflung.errors import LabError
 from farflung.streams import as_messages, kafka
 from farflung.streams.kafka_topic import QUEUE
-from farflung.types import Batch, Dataset, Decision, Feed
-from farflung.workloads import workload
+from farflung.types import Batch, Dataset, Decision, StreamContext
+from farflung.workloads import create_workload
 from tests.broker import HOME, Broker
 from tests.logged_stream import used
 
@@ -61,8 +61,8 @@ def measure_speed(quick: bool) -> Mapping[str, Measured]:
     """A ratio for each round, in which both sides read the same messages."""
     torch.set_num_threads(1)
     rounds, samples = (QUICK_ROUNDS, QUICK_SAMPLES) if quick else (FULL_ROUNDS, FULL_SAMPLES)
-    data, _ = workload("fashion-mnist/cnn", data="packaged").datasets()
-    values = as_messages(data.rows(torch.arange(samples) % len(data)))
+    data, _ = create_workload("fashion-mnist/cnn", data="packaged").load_datasets()
+    values = as_messages(data.get_rows(torch.arange(samples) % len(data)))
     sides: dict[str, Callable[[str], float]] = {
         "farflung": lambda servers: by_stream(servers, data, samples // BATCH),
         "bare": lambda servers: by_hand(servers, data, values[0], samples // BATCH),
@@ -93,16 +93,16 @@ def by_stream(servers: str, data: Dataset, batches: int) -> float:
     def decide(name: str, step: int, choose: Callable[[], Any]) -> Decision:
         return Decision(name, step, choose())
 
-    samples = stream.open(Feed(data, 0, 1, False, BATCH, 0, decide))
+    samples = stream.start(StreamContext(data, 0, 1, False, BATCH, 0, decide))
     begin = 0.0
     for step in range(batches):
         arrivals = stream.poll(0.0, step)
-        while arrivals.ready is not None:
-            assert not isinstance(arrivals.ready, float)
-            arrivals.ready.wait()
+        while arrivals.next_poll is not None:
+            assert not isinstance(arrivals.next_poll, float)
+            arrivals.next_poll.wait()
             arrivals = stream.poll(0.0, step)
         ids = arrivals.ids[: arrivals.count]
-        rows = samples.rows(ids)
+        rows = samples.get_rows(ids)
         assert len(rows) == BATCH
         stream.commit(ids, step=step)
         begin = begin or time.perf_counter()
@@ -115,7 +115,7 @@ def by_hand(servers: str, data: Dataset, value: bytes, batches: int) -> float:
     """The same of a consumer in a loop, which knows where the tensors are in a message."""
     from confluent_kafka import Consumer, TopicPartition
 
-    row = data.rows(torch.tensor([0]))
+    row = data.get_rows(torch.tensor([0]))
     inputs_at = value.index(row.inputs.numpy().tobytes())
     targets_at = value.rindex(row.targets.numpy().tobytes())
     own = {"bootstrap.servers": servers, "group.id": "bare", "enable.auto.commit": False}

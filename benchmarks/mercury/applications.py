@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from benchmarks.workloads.aid import small_network
-from farflung.comm import cost_s
+from farflung.comm import predict_cost_s
 from farflung.devices import DeviceProfile
 from farflung.network import Link, NetworkProfile
 from farflung.types import Workload
-from farflung.workloads import Classification, resnet, vgg, workload
+from farflung.workloads import Classification, create_workload, resnet, vgg
 
 __all__ = [
     "APPLICATIONS",
@@ -83,8 +83,8 @@ class Application:
 
     def ratio(self, mbps: float, replicas: int = REPLICAS) -> float:
         """What an exchange takes over what computing a step does."""
-        links = NetworkProfile.uniform(Link(LATENCY_S, 1e6 * mbps), replicas)
-        return cost_s(links, COLLECTIVE, 4 * self.parameters) / self.step_s
+        links = NetworkProfile.create_uniform(Link(LATENCY_S, 1e6 * mbps), replicas)
+        return predict_cost_s(links, COLLECTIVE, 4 * self.parameters) / self.step_s
 
     def group(self, mbps: float, replicas: int = REPLICAS) -> int:
         """Samples that BACC scores in a step, from the second on: whole chunks while an exchange is under way."""
@@ -105,7 +105,7 @@ class Application:
           replicas: how many.
         """
         bandwidth = 1e6 * mbps * self.step_s * nbytes / (4 * self.parameters)
-        return NetworkProfile.uniform(Link(LATENCY_S / self.step_s, bandwidth), replicas)
+        return NetworkProfile.create_uniform(Link(LATENCY_S / self.step_s, bandwidth), replicas)
 
 
 def workload_of(name: str) -> Workload:
@@ -115,8 +115,10 @@ def workload_of(name: str) -> Workload:
 
 @functools.cache
 def _workload(small: str, network: Callable[[], nn.Module] | None) -> Workload:
-    task = workload(small)
-    return task if network is None else Classification(f"{task.name}, halved", network, task.datasets, {})
+    task = create_workload(small)
+    return (
+        task if network is None else Classification(f"{task.name}, halved", network, task.load_datasets, {})
+    )
 
 
 def _halved(network: Callable[[], nn.Module]) -> nn.Module:
@@ -228,5 +230,5 @@ APPLICATIONS = {
     ),
 }
 """The paper's, two to look around, and one for quick runs. Operations are those of a forward pass, as
-:func:`farflung.calibration.forward_flops` counts: AID's of pictures of 64 x 64, spectrograms of 64 x 101, 48 words.
+:func:`farflung.calibration.count_forward_flops` counts: AID's of pictures of 64 x 64, spectrograms of 64 x 101, 48 words.
 CIFAR-100 and SVHN have CIFAR-10's settings; their data were not at hand, so nothing was tried there."""

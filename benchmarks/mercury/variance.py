@@ -22,10 +22,10 @@ from benchmarks.mercury.applications import APPLICATIONS, REPLICAS, workload_of
 from benchmarks.mercury.methods import PUBLISHED_RATE
 from farflung.config import Training
 from farflung.loop import Replica
-from farflung.runs.simulation import one_thread
-from farflung.sampling.importance import smoothed, variance_ratio
-from farflung.sampling.scoring import scores_of
-from farflung.seeding import generator
+from farflung.runs.simulation import limit_to_one_thread
+from farflung.sampling.importance import compute_variance_ratio, smooth_scores
+from farflung.sampling.scoring import score_batch
+from farflung.seeding import create_generator
 from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Batch
@@ -47,7 +47,7 @@ class Worth:
 
     Args:
       steps: that were done.
-      learned: share of the samples with a loss below :data:`LEARNED`.
+      learned: share of the samples with a loss below :data:`LEARNING`.
       by_norms: second moment over that of uniform sampling, drawn by the norms themselves: the least there is.
       by_loss: drawn by smoothed losses.
       by_bound: drawn by smoothed norms of the gradient at the model's output.
@@ -71,15 +71,15 @@ def worth(application: str, at: Sequence[int]) -> list[Worth]:
     training = Training(at[-1], what.batch_size * REPLICAS, PUBLISHED_RATE, optimizer="adam")
 
     async def train(replica: Replica) -> None:
-        data = task.datasets()[0]
-        ids = torch.randperm(len(data), generator=generator(0, "variance"))[:LOOKED_AT]
+        data = task.load_datasets()[0]
+        ids = torch.randperm(len(data), generator=create_generator(0, "variance"))[:LOOKED_AT]
         batch = data.take(ids, train=False)
         for step in range(1, at[-1] + 1):
             await replica.step()
             if step in at:
                 found.append(_worth(replica, batch, step))
 
-    with one_thread():
+    with limit_to_one_thread():
         world = VirtualWorld(1)
         runs: list[Coroutine[Pending[Any], None, None]] = [
             train(one) for one in replicas_in(world, task, training, {})
@@ -90,15 +90,15 @@ def worth(application: str, at: Sequence[int]) -> list[Worth]:
 
 def _worth(replica: Replica, batch: Batch, steps: int) -> Worth:
     losses, bounds = (
-        scores_of(replica.workload, replica.model, batch, by) for by in ("loss", "gradient_bound")
+        score_batch(replica.workload, replica.model, batch, by) for by in ("loss", "gradient_bound")
     )
     norms = torch.tensor([*_norms(replica, batch)])
     return Worth(
         steps,
         float((losses < LEARNED).double().mean()),
-        variance_ratio(norms, norms),
-        variance_ratio(norms, smoothed(losses, SMOOTHING)),
-        variance_ratio(norms, smoothed(bounds, SMOOTHING)),
+        compute_variance_ratio(norms, norms),
+        compute_variance_ratio(norms, smooth_scores(losses, SMOOTHING)),
+        compute_variance_ratio(norms, smooth_scores(bounds, SMOOTHING)),
     )
 
 
@@ -107,7 +107,7 @@ def _norms(replica: Replica, batch: Batch) -> Iterator[float]:
     parameters = [*replica.model.parameters()]
     for one in range(len(batch)):
         alone = Batch(batch.inputs[one : one + 1], batch.targets[one : one + 1])
-        loss: Tensor = replica.workload.loss(replica.model, alone).sum()
+        loss: Tensor = replica.workload.compute_losses(replica.model, alone).sum()
         gradients = torch.autograd.grad(loss, parameters)
         yield math.sqrt(sum(float(each.double().square().sum()) for each in gradients))
 

@@ -26,9 +26,9 @@ from farflung.config import Training
 from farflung.data import PARTITIONS, Partition, Subset
 from farflung.loop import Replica
 from farflung.loop.evaluation import Score, evaluate
-from farflung.runs.simulation import one_thread
-from farflung.sampling.scoring import scores_of
-from farflung.seeding import generator
+from farflung.runs.simulation import limit_to_one_thread
+from farflung.sampling.scoring import score_batch
+from farflung.seeding import create_generator
 from farflung.sim import VirtualWorld
 from farflung.spec import build
 from farflung.tasks import Pending
@@ -173,8 +173,8 @@ class Watched:
 
     def _look(self, replica: Replica, task: Workload) -> _Look:
         """Evaluates the model as it is. No step waits for the score, so the clock does not count it."""
-        test = task.datasets()[1]
-        runtime = replica.runtime.off_clock
+        test = task.load_datasets()[1]
+        runtime = replica.runtime.untimed
         assert runtime is not None
         test_score, train_score = (
             runtime.launch(
@@ -183,9 +183,9 @@ class Watched:
                     task,
                     replica.model,
                     data,
-                    2 * replica.step_done + nth,  # no exchange comes twice
-                    stands=replica.engine.consensus_parameters(),
-                    goes_on=True,
+                    2 * replica.completed_steps + nth,  # no exchange comes twice
+                    consensus=replica.engine.get_consensus_parameters(),
+                    is_concurrent=True,
                     seed=self.seed,
                     device=replica.device,
                 )
@@ -193,7 +193,11 @@ class Watched:
             for nth, data in enumerate((test, _seen(task, SEEN)))
         )
         return _Look(
-            replica.step_done, replica.runtime.now(), replica.time_s.scoring, test_score, train_score
+            replica.completed_steps,
+            replica.runtime.read_clock(),
+            replica.time_s.scoring,
+            test_score,
+            train_score,
         )
 
     def _in_virtual_time(
@@ -210,9 +214,9 @@ class Watched:
         nbytes = sum(p.nbytes for p in self._model().parameters())
         links = self.what.links(self.mbps, nbytes, self.replicas)
         how: Partition = build("partition", self.partition, PARTITIONS)
-        with one_thread():
+        with limit_to_one_thread():
             world = VirtualWorld(self.replicas, device=self.what.device, network=links)
-            shares = how.split(task.datasets()[0], self.replicas, seed=self.seed)
+            shares = how.split(task.load_datasets()[0], self.replicas, seed=self.seed)
             return world.run(
                 [train(one) for one in replicas_in(world, task, training, self._members, shares=shares)]
             )
@@ -222,11 +226,11 @@ class Watched:
         return {"collective": COLLECTIVE, **self.parts}
 
     def _model(self) -> nn.Module:
-        return workload_of(self.application).model(generator(self.seed, "model"))
+        return workload_of(self.application).build_model(create_generator(self.seed, "model"))
 
     def _task(self) -> Workload:
         task = workload_of(self.application)
-        train = task.datasets()[0]
+        train = task.load_datasets()[0]
         if self.samples:
             return cast("Workload", _Fewer(task, some(len(train), self.samples, "fewer")))
         return task if self.tail == 1 else cast("Workload", _Fewer(task, with_tail(train, self.tail)))
@@ -284,7 +288,7 @@ class _Ranks:
 
     def _ranked(self) -> Tensor:
         batch = self._data.take(torch.arange(len(self._data)), train=False)
-        scores = scores_of(self._replica.workload, self._replica.model, batch, "loss")
+        scores = score_batch(self._replica.workload, self._replica.model, batch, "loss")
         return scores.argsort(stable=True).argsort()
 
 
@@ -298,7 +302,7 @@ class _Fewer:
 
     def __init__(self, task: Workload, ids: SampleIds) -> None:
         self._task = task
-        train, self._test = task.datasets()
+        train, self._test = task.load_datasets()
         self._train = Subset(train, ids)
 
     def datasets(self) -> tuple[Dataset, Dataset]:
@@ -310,7 +314,7 @@ class _Fewer:
 
 def _seen(task: Workload, count: int) -> Dataset:
     """The training samples that are looked at."""
-    train = task.datasets()[0]
+    train = task.load_datasets()[0]
     return Subset(train, some(len(train), count, "seen"))
 
 

@@ -24,12 +24,12 @@ import farflung
 from benchmarks.common.meter import MAIN, ROLES, Memory, Meter
 from farflung.comm import Endpoint, ExchangeChannel
 from farflung.config import Training
-from farflung.recipes import recipe
-from farflung.runs import make_replica, settled_collective
-from farflung.seeding import generator
-from farflung.telemetry import JsonLines, Telemetry
+from farflung.recipes import parse_recipe
+from farflung.runs import make_replica, resolve_run_collective
+from farflung.seeding import create_generator
+from farflung.telemetry import JsonLinesSink, Telemetry
 from farflung.wall import WallRuntime
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 BATCH = 32
 TOKENS = 64
@@ -146,7 +146,7 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
         if name == "mlp":
             torch.manual_seed(0)
             return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
-        return workload("cifar10/resnet20").model(generator(0, "model"))
+        return create_workload("cifar10/resnet20").build_model(create_generator(0, "model"))
 
     inputs = torch.randn(BATCH, *((784,) if name == "mlp" else (3, 32, 32)))
     targets = torch.randint(10, (BATCH,))
@@ -216,15 +216,15 @@ def gpt2(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
 
 def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     """The whole replica loop, telemetry written, against a DDP loop that reads the same data."""
-    work = workload(detail)
+    work = create_workload(detail)
     training = Training.resolve(work.defaults, {"batch_size": BATCH, "steps": 10**9})
     runtime = WallRuntime(rank, size, store)
     folder = tempfile.TemporaryDirectory()
-    telemetry = Telemetry(rank, JsonLines(Path(folder.name) / "t.jsonl"))
-    replica = make_replica(runtime, work, recipe("synchronous"), training, telemetry)
-    settled_collective(runtime.settle_collective, recipe("synchronous"), replica)
-    data, _ = work.datasets()
-    model = DistributedDataParallel(work.model(generator(0, "model")))
+    telemetry = Telemetry(rank, JsonLinesSink(Path(folder.name) / "t.jsonl"))
+    replica = make_replica(runtime, work, parse_recipe("synchronous"), training, telemetry)
+    resolve_run_collective(runtime.resolve_collective, parse_recipe("synchronous"), replica)
+    data, _ = work.load_datasets()
+    model = DistributedDataParallel(work.build_model(create_generator(0, "model")))
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=training.learning_rate,
@@ -239,7 +239,7 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
         for _ in range(count):
             batch = data.take(order[at[0] % (len(order) - 1)], train=True)
             at[0] += 1
-            work.loss(model, batch).mean().backward()
+            work.compute_losses(model, batch).mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -271,7 +271,7 @@ def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     async def one() -> Tensor:
         exchange[0] += 1
         channel = ExchangeChannel(runtime.comm, exchange[0], 0)
-        return (await channel.collective(name)(channel, tensor, side))[0]
+        return (await channel.get_collective(name)(channel, tensor, side))[0]
 
     def ours(count: int) -> None:
         for _ in range(count):

@@ -30,7 +30,7 @@ from benchmarks.peers.trained import (
 )
 from benchmarks.peers.worker import LONG, OURS, POWERSGDS, SYNCHRONOUS, SYSTEMS
 from benchmarks.presets.language import CORPUS
-from farflung.network import network_profile
+from farflung.network import find_network
 
 FOLDER = Path(__file__).parent
 NETWORKS = ("wifi-10mbps", "wifi-100mbps", "four-regions", "lan-1g")
@@ -102,7 +102,7 @@ def timed_once(name: str, network: str, number: int) -> dict[str, Any]:
 
 def lab(training: Trained, network: str) -> list[dict[str, Any]]:
     """What each rank said of a training there."""
-    said = in_lab(network_profile(network), NODES, "benchmarks.peers.worker", json.dumps(vars(training)))
+    said = in_lab(find_network(network), NODES, "benchmarks.peers.worker", json.dumps(vars(training)))
     return [line for (line,) in said]
 
 

@@ -27,11 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 import farflung
 from benchmarks.common.meter import SENT
 from benchmarks.elastic.peers import managed
-from farflung.extras import need
-from farflung.lab.tun import address_of
-from farflung.recipes import Recipe, recipe
-from farflung.seeding import generator
-from farflung.workloads import workload
+from farflung.extras import require_modules
+from farflung.lab.tun import build_address
+from farflung.recipes import Recipe, parse_recipe
+from farflung.seeding import create_generator
+from farflung.workloads import create_workload
 
 __all__ = [
     "LONG",
@@ -244,13 +244,13 @@ class System:
     def check(self, name: str) -> None:
         """Raise :class:`farflung.errors.MissingExtra` where its module is not installed."""
         if self.needs:
-            need(f"the row of {name}", self.needs, extra="peers")
+            require_modules(f"the row of {name}", self.needs, extra="peers")
 
 
 REFERENCE, SYNCHRONOUS = "DDP", "synchronous"
 OURS = {
     "diloco, 4 bits": System(
-        partial(ours, how=recipe("diloco").but(codec="error_feedback(qsgd(bits=4))")),
+        partial(ours, how=parse_recipe("diloco").with_members(codec="error_feedback(qsgd(bits=4))")),
         optimizer="AdamW",
         until=LONG,
         canaries=("preset diloco",),
@@ -258,7 +258,7 @@ OURS = {
     "delayed, chunked_topk": System(
         partial(
             ours,
-            how=recipe("delayed").but(
+            how=parse_recipe("delayed").with_members(
                 schedule=f"delayed(delay=20, period=2, warmup={ALIKE})", codec="error_feedback(chunked_topk)"
             ),
         ),
@@ -266,7 +266,8 @@ OURS = {
         canaries=("delayed, pulled",),
     ),
     "powersgd, rank 4": System(
-        partial(ours, how=recipe("powersgd").but(reducer="powersgd(rank=4)")), canaries=("preset powersgd",)
+        partial(ours, how=parse_recipe("powersgd").with_members(reducer="powersgd(rank=4)")),
+        canaries=("preset powersgd",),
     ),
 }
 """Named before anything was measured: for little bandwidth, for long delays, and nearly without loss."""
@@ -292,7 +293,7 @@ SYSTEMS: dict[str, System] = {
     "hivemind": System(hivemind, needs="hivemind", until=2 * LONG, alone=True),
     **OURS,
     SYNCHRONOUS: System(
-        partial(ours, how=recipe("synchronous")), steps_of=REFERENCE, canaries=("preset synchronous",)
+        partial(ours, how=parse_recipe("synchronous")), steps_of=REFERENCE, canaries=("preset synchronous",)
     ),
 }
 """By name, as rows have them."""
@@ -301,7 +302,9 @@ POWERSGDS = {
         partial(ddp, hook=partial(powersgd, dense_steps=ALIKE), bucket_cap_mb=100), optimizer="AdamW"
     ),
     "powersgd, rank 4, AdamW": System(
-        partial(ours, how=recipe("powersgd").but(reducer=f"powersgd(rank=4, dense_steps={ALIKE})")),
+        partial(
+            ours, how=parse_recipe("powersgd").with_members(reducer=f"powersgd(rank=4, dense_steps={ALIKE})")
+        ),
         optimizer="AdamW",
         canaries=("preset powersgd",),
     ),
@@ -365,23 +368,23 @@ def train(
     batch: int,
 ) -> dict[str, Any]:
     """What it came to: looks, and what was spent at the start, when steps became alike, and at the end."""
-    system, work = system_of(name), workload(task)
+    system, work = system_of(name), create_workload(task)
     if system.connections > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = ",".join(
             [os.environ.get("GLOO_SOCKET_IFNAME", "lo")] * system.connections
         )
     store, rank, size = next(iter(rendezvous("env://")))
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
-    in_lab = os.environ["MASTER_ADDR"] == address_of(0)
-    data, test = work.datasets()
-    bare, mean = (contiguous(work.model(generator(seed, "model"))) for _ in range(2))
+    in_lab = os.environ["MASTER_ADDR"] == build_address(0)
+    data, test = work.load_datasets()
+    bare, mean = (contiguous(work.build_model(create_generator(seed, "model"))) for _ in range(2))
 
     def inner(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if system.optimizer == "AdamW":
             return torch.optim.AdamW(parameters, rate, weight_decay=0.01)
         return torch.optim.SGD(parameters, rate, momentum=0.9, weight_decay=1e-4)
 
-    address = address_of(rank) if in_lab else "127.0.0.1"
+    address = build_address(rank) if in_lab else "127.0.0.1"
     job = Job(bare, inner, batch, rank, size, dist.PrefixStore("system", store), address)
     model, optimizer, end = system.start(job)
     order, looks, marks, spent = batches(len(data), batch, rank, size, seed), list[list[float]](), [], Spent()
@@ -398,7 +401,7 @@ def train(
                 looks.append([step, *scores(bare, mean, work, test, 0, 1)])
             spent.leave_out(before)
         if step < steps:
-            work.loss(model, data.take(next(order), train=True)).mean().backward()
+            work.compute_losses(model, data.take(next(order), train=True)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     dist.barrier()
@@ -417,7 +420,7 @@ def batches(samples: int, batch: int, rank: int, size: int, seed: int) -> Iterat
     """This rank's part of each batch, which are the same for all systems."""
     epoch = 0
     while True:
-        order = torch.randperm(samples, generator=generator(seed, "order", epoch))
+        order = torch.randperm(samples, generator=create_generator(seed, "order", epoch))
         for whole in order[: samples - samples % (batch * size)].split(batch * size):
             yield whole[rank * batch : (rank + 1) * batch]
         epoch += 1

@@ -26,10 +26,10 @@ from benchmarks.common import (
 from benchmarks.common.shaped import paced_step_s
 from benchmarks.common.trials import RATES
 from benchmarks.pipe_sgd.model import Cluster, period_s, ring_s, server_s
-from farflung.comm import cost_s
-from farflung.network import Link, NetworkProfile, Site, network_profile
-from farflung.seeding import generator
-from farflung.workloads import workload
+from farflung.comm import predict_cost_s
+from farflung.network import Link, NetworkProfile, Site, find_network
+from farflung.seeding import create_generator
+from farflung.workloads import create_workload
 
 FOLDER = Path(__file__).parent
 SERVER = "pipelined + 8 bits over synchronous parameter server, best of the four models"
@@ -158,7 +158,7 @@ def speed(quick: bool) -> Mapping[str, Measured]:
 
 def _switch() -> tuple[NetworkProfile, Link]:
     """The network, slower by :data:`SCALE`, and the link between two of its nodes."""
-    link = network_profile("10gbe-4").sites[0].inside
+    link = find_network("10gbe-4").sites[0].inside
     assert link is not None
     scaled_bps = BANDWIDTH_BPS / SCALE
     site = Site("switch", NODES, link, up_bps=scaled_bps, down_bps=scaled_bps)
@@ -201,8 +201,8 @@ def pace(quick: bool) -> Mapping[str, Measured]:
 def period(quick: bool) -> Mapping[str, Measured]:
     """The largest relative error over widths and shares of communication, on links where C is bytes."""
     nbytes, bandwidth = 400_000, 1e8
-    network = NetworkProfile.uniform(Link(0.0, bandwidth), NODES)
-    alone = cost_s(network, "ring", nbytes, side_nbytes=48)
+    network = NetworkProfile.create_uniform(Link(0.0, bandwidth), NODES)
+    alone = predict_cost_s(network, "ring", nbytes, metadata_nbytes=48)
     errors = {}
     for width in (1, 2, 3, 4):
         for share in (0.5,) if quick else (0.2, 0.9, 1.1, 2.0, 5.0):
@@ -234,7 +234,7 @@ def lab_period(quick: bool) -> Mapping[str, Measured]:
     cells = {}
     for network, width, codec in LAB_CELLS[-1:] if quick else LAB_CELLS:
         found = paced_step_s(
-            network_profile(network),
+            find_network(network),
             NODES,
             LAB_WORKLOAD,
             *("--recipe", "ring", "--codec", codec, "--schedule", f"pipelined(width={width})"),
@@ -261,10 +261,10 @@ def lab_period(quick: bool) -> Mapping[str, Measured]:
 
 
 def _model_period_s(network: str, width: int, codec: str) -> float:
-    site = network_profile(network).for_nodes(NODES).sites[0]
+    site = find_network(network).with_nodes(NODES).sites[0]
     assert site.inside is not None
     assert isinstance(site.up_bps, float)
-    model = workload(LAB_WORKLOAD).model(generator(0, "model"))
+    model = create_workload(LAB_WORKLOAD).build_model(create_generator(0, "model"))
     nbytes = sum(p.nbytes for p in model.parameters()) / (4 if codec == "int8" else 1)
     cluster = Cluster(NODES, alpha_s=site.inside.latency_s, beta_s=8 / site.up_bps)
     return period_s(3 * LAB_FORWARD_S * LAB_BATCH, ring_s(cluster, nbytes), width)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.presets.courses import Course
 from benchmarks.presets.methods import REFERENCE
-from farflung.report.pictures import picture
+from farflung.report.pictures import create_picture
 
 __all__ = ["draw"]
 
@@ -25,7 +25,7 @@ def draw(folder: Path, courses: Mapping[str, Course], target: float) -> None:
       target: a loss to mark.
     """
     lowest = courses[REFERENCE].loss
-    with picture(folder / "presets_bytes.png", (13, 5)) as figure:
+    with create_picture(folder / "presets_bytes.png", (13, 5)) as figure:
         by_steps, by_bytes = figure.subplots(1, 2, sharey=True)
         for number, (method, course) in enumerate(courses.items()):
             points = list(zip(*course.curves, strict=True))

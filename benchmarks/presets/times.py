@@ -12,21 +12,21 @@ from typing import Any
 from benchmarks.common import Kept
 from benchmarks.common.worlds import replicas_in
 from benchmarks.presets.language import CORPUS, DEVICE, NODES
-from farflung.calibration import forward_flops
+from farflung.calibration import count_forward_flops
 from farflung.config import Training
-from farflung.devices import device_profile
+from farflung.devices import find_device
 from farflung.loop import Replica
-from farflung.network import network_profile
+from farflung.network import find_network
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS, PowerSGD
 from farflung.runs import SimulatedConfig
-from farflung.runs.simulation import coding_told, one_thread
+from farflung.runs.simulation import limit_to_one_thread, summarize_coding
 from farflung.schedules import SCHEDULES, Delayed, DiLoCo, Pipelined, PostLocalSGD
 from farflung.sim import VirtualWorld
-from farflung.spec import text_of
+from farflung.spec import format_spec
 from farflung.telemetry import Event
 from farflung.types import Schedule, Workload
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 __all__ = ["Pace", "Paces", "block", "paces"]
 
@@ -108,7 +108,7 @@ def block(schedule: Schedule) -> int:
 
 def paces(recipe: str, network: str, steps: int, *, quick: bool = False) -> Paces:
     """Of all steps of a training, simulated now unless they are kept."""
-    task = workload("synthetic/quadratic" if quick else CORPUS)
+    task = create_workload("synthetic/quadratic" if quick else CORPUS)
     kept = Kept(Path(__file__).parent, "paces", quick=quick)
     found = []
     config = SimulatedConfig.resolve({"recipe": recipe, "workload": CORPUS, "network": network})
@@ -121,34 +121,34 @@ def paces(recipe: str, network: str, steps: int, *, quick: bool = False) -> Pace
 
 def _phases(recipe: Recipe, steps: int) -> list[tuple[Mapping[str, Any], int]]:
     """Return the members that do the same again and again, and for how many steps."""
-    plain, parts = recipe.settings, recipe.parts(0)
+    plain, parts = recipe.settings, recipe.build_components(0)
     first: Mapping[str, Any] = {"schedule": "synchronous"}
     then, until = plain, 0
     if isinstance(parts.schedule, PostLocalSGD):
         then = {**plain, "schedule": f"local_sgd(sync_every={parts.schedule.sync_every})"}
-        until = parts.schedule.until
+        until = parts.schedule.sync_steps
     elif isinstance(parts.schedule, DiLoCo) and parts.schedule.warmup:
         first, until = plain, parts.schedule.warmup
-        then = {**plain, "schedule": text_of(replace(parts.schedule, warmup=0), SCHEDULES)}
+        then = {**plain, "schedule": format_spec(replace(parts.schedule, warmup=0), SCHEDULES)}
     elif isinstance(parts.reducer, PowerSGD):
         then = {
             **plain,
-            "reducer": text_of(replace(parts.reducer, dense_steps=0, collective="direct"), REDUCERS),
+            "reducer": format_spec(replace(parts.reducer, dense_steps=0, collective="direct"), REDUCERS),
         }
-        until = parts.reducer.for_run(steps, 0).dense_steps or 0
+        until = parts.reducer.with_run_length(steps, 0).dense_steps or 0
     phases = [(first, min(until, steps)), (then, steps - until)]
     return [(members, count) for members, count in phases if count > 0]
 
 
 def _simulated(task: Workload, network: str, parts: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """A pace, as JSON."""
-    device = device_profile(DEVICE, forward_flops=forward_flops(task))
-    world = VirtualWorld(NODES, network=network_profile(network).for_nodes(NODES), device=device)
+    device = find_device(DEVICE, forward_flops=count_forward_flops(task))
+    world = VirtualWorld(NODES, network=find_network(network).with_nodes(NODES), device=device)
     events: list[Event] = []
     how = Training.resolve(task.defaults, {"steps": steps})
-    with one_thread():
+    with limit_to_one_thread():
         replicas = replicas_in(world, task, how, parts, events.append)
-        of_block = block(replicas[0].parts.schedule)
+        of_block = block(replicas[0].components.schedule)
         whole = of_block * math.ceil(min(AT_LEAST, steps) / of_block)
         seen = min(steps, 2 * whole + steps % of_block)
         window = min(whole, seen)
@@ -171,8 +171,8 @@ def _simulated(task: Workload, network: str, parts: Mapping[str, Any], steps: in
             "window": window,
             "repeats_from": starts,
             "steps": steps,
-            "flush_s": max(0.0, world.clock.now() - ends[-1]),
+            "flush_s": max(0.0, world.clock.time() - ends[-1]),
             "sent": sent[starts + window] - sent[starts],
         },
-        "not_charged": coding_told(world, resumed=False).get("coding_not_charged", []),
+        "not_charged": summarize_coding(world, is_resumed=False).get("coding_not_charged", []),
     }

@@ -12,8 +12,8 @@ from benchmarks.sampling.training import BATCH, DEVICE, LATENCY_S, MBPS, REPLICA
 from farflung.config import Training
 from farflung.data import PARTITIONS
 from farflung.loop import Replica
-from farflung.runs.simulation import one_thread
-from farflung.workloads import workload
+from farflung.runs.simulation import limit_to_one_thread
+from farflung.workloads import create_workload
 
 __all__ = ["TIME_ROW", "sooner", "step_s"]
 
@@ -23,20 +23,20 @@ WARM_UP, STEPS = 2, 8
 
 def step_s(training: Sampled, mbps: float) -> float:
     """Seconds of virtual time of a step; computing, scoring and the exchange are charged."""
-    task = workload(training.workload)
+    task = create_workload(training.workload)
     world, ends = slow(task, mbps), list[float]()
 
     async def go(replica: Replica) -> None:
         for _ in range(WARM_UP + STEPS):
             await replica.step()
             if replica.runtime.comm.rank == 0:
-                ends.append(world.clock.now())
+                ends.append(world.clock.time())
 
     settings = Training(
         steps=WARM_UP + STEPS, batch_size=BATCH, learning_rate=training.learning_rate, optimizer="adam"
     )
-    shares = PARTITIONS["iid"]().split(task.datasets()[0], REPLICAS, seed=training.seed)
-    with one_thread():
+    shares = PARTITIONS["iid"]().split(task.load_datasets()[0], REPLICAS, seed=training.seed)
+    with limit_to_one_thread():
         world.run(
             [
                 go(one)

@@ -16,17 +16,17 @@ from torch.nn import functional as F
 from benchmarks.common import Trainings
 from benchmarks.common.worlds import replicas_in
 from benchmarks.workloads.halved import some
-from farflung.calibration import forward_flops
+from farflung.calibration import count_forward_flops
 from farflung.config import Training
 from farflung.data import PARTITIONS
-from farflung.devices import device_profile
+from farflung.devices import find_device
 from farflung.loop import Replica
 from farflung.network import Link, NetworkProfile
-from farflung.runs.simulation import one_thread
+from farflung.runs.simulation import limit_to_one_thread
 from farflung.sim import VirtualWorld
 from farflung.telemetry import Event
 from farflung.types import Dataset, Workload
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 __all__ = [
     "BATCH",
@@ -144,7 +144,7 @@ class Sampled:
     def train(self) -> Found:
         """Of the first replica's model, which is all replicas' but for batch norm's statistics."""
         task, looks, predicted = _workload(self.workload), list[list[float]](), list[float]()
-        train, test = task.datasets()
+        train, test = task.load_datasets()
         world = slow(task, MBPS[0]) if self.stream else VirtualWorld(REPLICAS)
         look = _Look(train, test, METRICS[self.metric], self.tested)
 
@@ -157,7 +157,7 @@ class Sampled:
                 if self.reached(looks[: step // self.every - 1]) is not None:
                     return
                 if replica.runtime.comm.rank == 0:
-                    seconds = [round(world.clock.now(), 3)] if self.stream else []
+                    seconds = [round(world.clock.time(), 3)] if self.stream else []
                     looks.append([step, *look(replica.model), *seconds])
 
         def note(event: Event) -> None:
@@ -165,7 +165,7 @@ class Sampled:
             if event["event"] == "step" and isinstance(gain, float):
                 predicted.append(gain)
 
-        with one_thread():
+        with limit_to_one_thread():
             training = Training(
                 steps=self.steps,
                 batch_size=BATCH,
@@ -187,13 +187,13 @@ class Sampled:
 
 def slow(task: Workload, mbps: float) -> VirtualWorld:
     """Devices that compute and score as a Raspberry Pi 4 does, on links of so many Mbit/s."""
-    links = NetworkProfile.uniform(Link(LATENCY_S, 1e6 * mbps), REPLICAS)
+    links = NetworkProfile.create_uniform(Link(LATENCY_S, 1e6 * mbps), REPLICAS)
     return VirtualWorld(
-        REPLICAS, device=device_profile(DEVICE, forward_flops=forward_flops(task)), network=links
+        REPLICAS, device=find_device(DEVICE, forward_flops=count_forward_flops(task)), network=links
     )
 
 
-_workload = functools.cache(workload)
+_workload = functools.cache(create_workload)
 """The trainings of one process share the samples."""
 
 

@@ -12,10 +12,10 @@ from benchmarks.scadles.limits import BASE, LEAST, MOST, weighted
 from farflung.config import Training
 from farflung.data import Injection
 from farflung.loop import Replica
-from farflung.seeding import derive
+from farflung.seeding import derive_seed
 from farflung.sim import VirtualWorld
-from farflung.streams.rates import courses
-from farflung.workloads import workload
+from farflung.streams.rates import build_courses
+from farflung.workloads import create_workload
 
 __all__ = ["bytes_sent"]
 
@@ -32,13 +32,15 @@ def bytes_sent(law: str, replicas: int, alpha: float, beta: float) -> dict[str, 
       ``cifar_kb``: of a step, for pictures of CIFAR-10, a copy for each receiver and one for each sender.
     """
     torch.set_num_threads(1)
-    task = workload("synthetic/quadratic")
-    row = task.datasets()[0].rows(torch.tensor([0]))
+    task = create_workload("synthetic/quadratic")
+    row = task.load_datasets()[0].get_rows(torch.tensor([0]))
     training = Training(steps=STEPS, batch_size=BASE, learning_rate=1e-6)
-    found = courses(law, replicas, derive(training.seed, "rates"))
+    found = build_courses(law, replicas, derive_seed(training.seed, "rates"))
     batches = [min(max(round(course.rates[0]), LEAST), MOST) for course in found]
-    sharing = Injection(derive(training.seed, "sharing"), alpha, beta)
-    rows = sum(int(beta * batches[rank]) for step in range(STEPS) for rank in sharing.senders(step, replicas))
+    sharing = Injection(derive_seed(training.seed, "sharing"), alpha, beta)
+    rows = sum(
+        int(beta * batches[rank]) for step in range(STEPS) for rank in sharing.choose_senders(step, replicas)
+    )
 
     async def train(replica: Replica) -> int:
         for _ in range(STEPS):

@@ -11,7 +11,7 @@ from benchmarks.scadles.streamed import NETS, device, network
 from farflung.config import Training
 from farflung.loop import Replica
 from farflung.sim import VirtualWorld
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 __all__ = ["BASE", "LEAST", "MOST", "baseline", "held", "kept", "limit", "per_second", "seconds", "weighted"]
 
@@ -59,13 +59,13 @@ def _steps(parts: dict[str, str], net: str, replicas: int, steps: int) -> tuple[
     async def train(replica: Replica) -> tuple[list[float], list[int]]:
         ends, taken = [], []
         for _ in range(steps):
-            before = replica._samples
+            before = replica._num_samples
             await replica.step()
-            ends.append(replica.runtime.now())
-            taken.append(replica._samples - before)
+            ends.append(replica.runtime.read_clock())
+            taken.append(replica._num_samples - before)
         return ends, taken
 
-    task = workload("synthetic/quadratic")
+    task = create_workload("synthetic/quadratic")
     return world.run([train(one) for one in replicas_in(world, task, training, parts)])[0]
 
 
@@ -78,10 +78,10 @@ def held(parts: dict[str, str], net: str, replicas: int, steps: int) -> int:
     async def train(replica: Replica) -> int:
         for _ in range(steps):
             await replica.step()
-        arrivals = replica.parts.stream.poll(replica.runtime.now(), steps)
+        arrivals = replica.components.stream.poll(replica.runtime.read_clock(), steps)
         return len(arrivals.ids)
 
-    task = workload("synthetic/quadratic")
+    task = create_workload("synthetic/quadratic")
     return sum(world.run([train(one) for one in replicas_in(world, task, training, parts)]))
 
 

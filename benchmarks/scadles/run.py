@@ -30,8 +30,8 @@ from benchmarks.scadles.limits import (
 )
 from benchmarks.scadles.memory import OPTIMIZERS, memory
 from benchmarks.scadles.streamed import NETS, Point, Streamed
-from farflung.seeding import derive
-from farflung.streams.rates import courses, drawn
+from farflung.seeding import derive_seed
+from farflung.streams.rates import build_courses, draw_rates
 
 FOLDER = Path(__file__).parent
 DEVICES, FEW = 16, 10
@@ -173,7 +173,7 @@ def raced(
 
 def compared(net: str, law: str, ours: dict[str, str], *, quick: bool) -> dict[str, Any]:
     """By rates of a law, with the limit that they and step time set."""
-    rates = [course.rates[0] for course in courses(law, DEVICES, derive(0, "rates"))]
+    rates = [course.rates[0] for course in build_courses(law, DEVICES, derive_seed(0, "rates"))]
     return {
         **raced(net, law, ours, times=LONGER.get(law, 1), quick=quick),
         "rates": rates,
@@ -249,7 +249,10 @@ def converged(what: str, law: str, quick: bool) -> Mapping[str, Measured]:
     kinds = {"baseline": base, "ours": own, "baseline, twice the samples": replace(base, samples=2 * ENOUGH)}
     trainings = [replace(one, seed=seed) for one in kinds.values() for seed in SEEDS]
     found = curves(trainings, quick=quick)
-    rates = [[course.rates[0] for course in courses(law, DEVICES, derive(seed, "rates"))] for seed in SEEDS]
+    rates = [
+        [course.rates[0] for course in build_courses(law, DEVICES, derive_seed(seed, "rates"))]
+        for seed in SEEDS
+    ]
     points = [one.points(curve) for one, curve in zip(trainings, found, strict=True)]
     if law != "S1":
         steps = found[0]["steps"]
@@ -350,7 +353,7 @@ def share_of_limit(quick: bool) -> Mapping[str, Measured]:
     """Of each law, the median over draws."""
     shares, limits = {}, {}
     for law in LAWS[: 1 if quick else None]:
-        draws = [drawn(law, DEVICES, seed) for seed in range(1 if quick else DRAWS)]
+        draws = [draw_rates(law, DEVICES, seed) for seed in range(1 if quick else DRAWS)]
         bounds = [limit(rates, NETS["residual"].step_s) for rates in draws]
         found = [
             per_second(weighted(rates), rates, "residual") / per_second(baseline(rates), rates, "residual")
@@ -376,7 +379,7 @@ def by_devices(counts: Sequence[int]) -> list[dict[str, Any]]:
     """What training takes in, with so many devices, of one draw of each law: ours, and the baseline."""
     found = []
     for law, count in itertools.product(LAWS, counts):
-        rates = drawn(law, count, 0)
+        rates = draw_rates(law, count, 0)
         ours, theirs = (per_second(parts, rates, "residual") for parts in (weighted(rates), baseline(rates)))
         found.append({"law": law, "devices": count, "ours": round(ours), "baseline": round(theirs)})
     return found
@@ -396,7 +399,7 @@ def buffers(law: str, quick: bool) -> Mapping[str, Measured]:
     errors, config = [], {}
     for net, samples in KEPT[law].items():
         step_s = NETS[net].step_s
-        rates = [course.rates[0] for course in courses(law, DEVICES, derive(0, "rates"))]
+        rates = [course.rates[0] for course in build_courses(law, DEVICES, derive_seed(0, "rates"))]
         grows = kept(rates, step_s, 1) - kept(rates, step_s, 0)
         steps = 4 if quick else round((samples - sum(rates)) / grows)
         there, wanted = held(weighted(law), net, DEVICES, steps), kept(rates, step_s, steps)
@@ -420,7 +423,7 @@ EVERY_S = 60.0
 
 def changing(quick: bool) -> Mapping[str, Measured]:
     """Devices take on each other's rates of S1 every minute."""
-    rates = drawn("S1", DEVICES, 0)
+    rates = draw_rates("S1", DEVICES, 0)
     minutes = 10 if quick else 24 * 60
     given = [
         [(EVERY_S * at, rates[(device + 5 * at) % DEVICES]) for at in range(minutes)]

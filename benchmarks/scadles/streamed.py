@@ -101,7 +101,7 @@ def device(net: Net) -> DeviceProfile:
 
 def network(replicas: int) -> NetworkProfile:
     """The paper's servers."""
-    return NetworkProfile.uniform(Link(LATENCY_S, BANDWIDTH_BPS), replicas, "5 Gbit/s")
+    return NetworkProfile.create_uniform(Link(LATENCY_S, BANDWIDTH_BPS), replicas, "5 Gbit/s")
 
 
 @dataclass(frozen=True)
@@ -168,19 +168,21 @@ class Streamed:
         async def train(replica: Replica) -> dict[str, Any]:
             curve: list[list[float]] = []
             due = self.every
-            while replica._samples < self.samples:
+            while replica._num_samples < self.samples:
                 await replica.step()
-                if replica._samples >= due or replica._samples >= self.samples:
+                if replica._num_samples >= due or replica._num_samples >= self.samples:
                     score = await replica.evaluate()
-                    curve.append([replica._samples, replica.runtime.now(), 1.0 - score.loss, score.metric])
+                    curve.append(
+                        [replica._num_samples, replica.runtime.read_clock(), 1.0 - score.loss, score.metric]
+                    )
                     due += self.every
-            stream = replica.parts.stream
-            held.append(len(stream.poll(replica.runtime.now(), replica.step_done).ids))
+            stream = replica.components.stream
+            held.append(len(stream.poll(replica.runtime.read_clock(), replica.completed_steps).ids))
             told = replica.engine.reducer_states.report()
             return {
                 "curve": curve,
                 "sent": replica.sent_nbytes,
-                "steps": replica.step_done,
+                "steps": replica.completed_steps,
                 "reducer": dict(told),
             }
 
@@ -211,7 +213,7 @@ class Streamed:
         world = VirtualWorld(self.replicas, device=device(net), network=network(self.replicas))
         task = _TopFive(net)
         how: Partition = build("partition", self.partition, PARTITIONS)
-        shares = how.split(task.datasets()[0], self.replicas, seed=self.seed)
+        shares = how.split(task.load_datasets()[0], self.replicas, seed=self.seed)
         return world.run(
             [train(one) for one in replicas_in(world, task, training, self.parts, shares=shares)]
         )
@@ -230,10 +232,14 @@ class _TopFive(Classification):
 
         super().__init__("streamed", network, net.load, {})
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return super().loss(model, batch) if model.training else 1.0 - super().metric(model, batch)
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        return (
+            super().compute_losses(model, batch)
+            if model.training
+            else 1.0 - super().compute_metrics(model, batch)
+        )
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
         logits: Tensor = model(batch.inputs)
         found = logits.topk(TOP, dim=-1).indices == batch.targets.unsqueeze(-1)
         return found.any(dim=-1).to(torch.float32)

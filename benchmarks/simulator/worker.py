@@ -19,13 +19,13 @@ import torch._dynamo  # what the first optimizer would import
 from benchmarks.simulator.workload import MLP, SAMPLES_EACH
 from farflung.config import Training
 from farflung.devices import DeviceProfile
-from farflung.loop import Replica, keep_once
+from farflung.loop import Replica, share_parameters
 from farflung.network import Link
 from farflung.recipes import Recipe
 from farflung.runs import make_replica
 from farflung.sim import VirtualWorld
 from farflung.types import Workload
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 __all__ = ["simulate"]
 
@@ -45,7 +45,7 @@ def simulate(work: Workload, replicas: int, steps: int, *, own_samples: bool) ->
         for runtime in world.runtimes
     ]
 
-    keep_once(made)
+    share_parameters(made)
 
     async def steps_of(replica: Replica) -> None:
         for _ in range(steps):
@@ -55,14 +55,14 @@ def simulate(work: Workload, replicas: int, steps: int, *, own_samples: bool) ->
     first = list(made[0].model.parameters())
     for other in made[1:]:
         assert all(torch.equal(a, b) for a, b in zip(first, other.model.parameters(), strict=True))
-    return {"virtual_s": world.clock.now(), "parameters": sum(p.numel() for p in first)}
+    return {"virtual_s": world.clock.time(), "parameters": sum(p.numel() for p in first)}
 
 
 def run(what: str, count: int, steps: int) -> dict[str, Any]:
     """One simulation, by name."""
     if what == "mlp":
         return simulate(MLP(count), count, steps, own_samples=True)
-    return simulate(workload("cifar10/resnet8"), count, steps, own_samples=False)
+    return simulate(create_workload("cifar10/resnet8"), count, steps, own_samples=False)
 
 
 def measured(what: str, count: int, steps: int) -> dict[str, Any]:

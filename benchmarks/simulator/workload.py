@@ -43,7 +43,7 @@ class MLP:
         labels = torch.randint(0, 10, (count,), generator=generator)
         self._data = TensorDataset(inputs, labels, labels)
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         """The same initial weights for all."""
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
         with torch.no_grad():
@@ -51,15 +51,15 @@ class MLP:
                 parameter.uniform_(-0.1, 0.1, generator=generator)
         return model
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy."""
         return F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
         """Accuracy."""
         hits: Tensor = (model(batch.inputs).argmax(dim=1) == batch.targets).float()
         return hits
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
         """The same twice."""
         return self._data, self._data

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from farflung.data.datasets import TensorDataset
-from farflung.data.images import Chain, Normalize, RandomFlip, RandomShift
-from farflung.data.source import File, Location, Source, locate, members
+from farflung.data.images import Compose, Normalize, RandomFlip, RandomShift
+from farflung.data.source import File, Location, Source, iter_members, locate
 from farflung.errors import DataError
-from farflung.extras import need
+from farflung.extras import require_modules
 from farflung.types import Workload
 from farflung.workloads import Classification
-from farflung.workloads.classification import mercury_settings, settings
+from farflung.workloads.classification import build_mercury_settings, build_settings
 from farflung.workloads.models import BATCH_NORM_MOMENTUM
 
 __all__ = ["SOURCE", "full_network", "load", "mobilenet", "mobilenetv2", "read", "small_network"]
@@ -38,7 +38,7 @@ SOURCE = Source(
     licence="research use, AID authors",
     homepage="https://captain-whu.github.io/AID/",
     files=(File("aid-64.tar"),),
-    how_to_get="get AID from https://captain-whu.github.io/AID/, scale the images to 64x64 and put a tar of "
+    instructions="get AID from https://captain-whu.github.io/AID/, scale the images to 64x64 and put a tar of "
     "<Class>/<file>.jpg into FARFLUNG_DATA/aid-64/aid-64.tar",
     samples=(8_000, 2_000),
 )
@@ -55,9 +55,9 @@ def mobilenet() -> Workload:
     """
     return Classification(
         name="aid/mobilenet",
-        network=partial(small_network, 30),
-        load=load,
-        defaults=settings(batch_size=32, learning_rate=0.03, weight_decay=1e-4, steps=1000),
+        build_network=partial(small_network, 30),
+        load_data=load,
+        defaults=build_settings(batch_size=32, learning_rate=0.03, weight_decay=1e-4, steps=1000),
     )
 
 
@@ -68,9 +68,9 @@ def mobilenetv2() -> Workload:
     """
     return Classification(
         name="aid/mobilenetv2",
-        network=partial(full_network, 30),
-        load=load,
-        defaults=mercury_settings(batch_size=32),
+        build_network=partial(full_network, 30),
+        load_data=load,
+        defaults=build_mercury_settings(batch_size=32),
     )
 
 
@@ -94,9 +94,9 @@ def read(found: Location, *, count: int, classes: int) -> tuple[TensorDataset, T
       DataError: truncated, another number of images or classes, or an image that is not 64 x 64.
       MissingExtra: Pillow is not installed.
     """
-    need("data set aid-64", "PIL", extra="dev")
-    path = found.path(SOURCE.files[0].name)
-    images = dict(sorted(members(path, lambda name: name.lower().endswith(".jpg"))))
+    require_modules("data set aid-64", "PIL", extra="dev")
+    path = found.get_path(SOURCE.files[0].name)
+    images = dict(sorted(iter_members(path, lambda name: name.lower().endswith(".jpg"))))
     names = sorted({name.split("/")[0] for name in images})
     if (len(images), len(names)) != (count, classes):
         raise DataError(
@@ -108,7 +108,7 @@ def read(found: Location, *, count: int, classes: int) -> tuple[TensorDataset, T
     ranked = sorted(range(count), key=keys.__getitem__)
     test, train = (torch.tensor(sorted(ids)) for ids in (ranked[: count // 5], ranked[count // 5 :]))
     origin = f"aid-64, {found.folder}"
-    augment = Chain(RandomShift(6), RandomFlip())
+    augment = Compose(RandomShift(6), RandomFlip())
     return (
         TensorDataset(pixels[train], labels[train], labels[train], NORMALIZE, augment, origin=origin),
         TensorDataset(pixels[test], labels[test], labels[test], NORMALIZE, origin=origin),

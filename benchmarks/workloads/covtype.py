@@ -12,13 +12,13 @@ from farflung.data import covtype
 from farflung.data.datasets import TensorDataset
 from farflung.types import Batch, Workload
 from farflung.workloads import Classification
-from farflung.workloads.classification import settings
+from farflung.workloads.classification import build_settings
 
 __all__ = ["RareClass", "aspen", "cottonwood", "mlp"]
 
 _BINS, _WIDEST = 1024, 16.0
 """Of the difference of two logits, which is cut off beyond the widest."""
-_DEFAULTS = settings(batch_size=32, learning_rate=0.0005, momentum=0.0, steps=6000, optimizer="adam")
+_DEFAULTS = build_settings(batch_size=32, learning_rate=0.0005, momentum=0.0, steps=6000, optimizer="adam")
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class RareClass(Classification):
     """
 
     @override
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
         """For each sample the bin that it is counted in, of its label's half of ``2 x bins``."""
         logits: Tensor = model(batch.inputs)
         margin = (logits[:, 1] - logits[:, 0]).clamp(-_WIDEST, _WIDEST)
@@ -59,8 +59,8 @@ def mlp() -> Workload:
     """The 7 classes with two hidden layers of 128 and 64."""
     return Classification(
         name="covtype/mlp",
-        network=partial(_network, 128, 64, 7),
-        load=covtype.load,
+        build_network=partial(_network, 128, 64, 7),
+        load_data=covtype.load,
         defaults=_DEFAULTS,
     )
 
@@ -68,8 +68,8 @@ def mlp() -> Workload:
 def _rare(name: str, label: int) -> Workload:
     return RareClass(
         name=f"covtype/{name}",
-        network=partial(_network, 64, 64, 2),
-        load=partial(_against_the_rest, label),
+        build_network=partial(_network, 64, 64, 2),
+        load_data=partial(_against_the_rest, label),
         defaults=_DEFAULTS,
     )
 

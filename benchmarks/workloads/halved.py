@@ -9,10 +9,10 @@ from torch import nn
 
 from farflung.data import Subset, cifar, fashion_mnist
 from farflung.data.datasets import TensorDataset
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.types import Dataset, SampleIds, Workload
 from farflung.workloads import Classification
-from farflung.workloads.classification import settings
+from farflung.workloads.classification import build_settings
 from farflung.workloads.models import resnet
 
 __all__ = [
@@ -31,7 +31,7 @@ WRONG = 0.2
 """The share of the training labels that are drawn at random."""
 FEWER = 20_000
 """Training samples of CIFAR-10, so that a narrow network learns nearly all of them."""
-_DEFAULTS = settings(batch_size=32, learning_rate=0.001, momentum=0.0, steps=2000, optimizer="adam")
+_DEFAULTS = build_settings(batch_size=32, learning_rate=0.001, momentum=0.0, steps=2000, optimizer="adam")
 
 
 def fashion() -> Workload:
@@ -72,7 +72,7 @@ def with_tail(train: Dataset, tail: float) -> SampleIds:
 
 def some(of: int, count: int, name: str) -> SampleIds:
     """``count`` different samples of so many, the same ones for each name."""
-    return torch.randperm(of, generator=generator(0, name))[:count]
+    return torch.randperm(of, generator=create_generator(0, name))[:count]
 
 
 def _fashion(name: str, change: Callable[[TensorDataset], Dataset]) -> Workload:
@@ -105,7 +105,7 @@ def _halved(data: TensorDataset) -> TensorDataset:
 def _noisy(data: TensorDataset) -> TensorDataset:
     wrong = some(len(data), round(WRONG * len(data)), "wrong")
     targets = data.targets.clone()
-    targets[wrong] = torch.randint(10, wrong.shape, generator=generator(0, "labels"))
+    targets[wrong] = torch.randint(10, wrong.shape, generator=create_generator(0, "labels"))
     return TensorDataset(data.inputs, targets, targets, data.transform, origin=data.origin)
 
 

@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from farflung.data.datasets import TensorDataset
-from farflung.data.shakespeare import windows
-from farflung.data.source import File, Location, Source, locate, members, verify
+from farflung.data.shakespeare import build_windows
+from farflung.data.source import File, Location, Source, iter_members, locate, verify
 from farflung.errors import DataError
-from farflung.files import reading
+from farflung.files import wrap_read_errors
 from farflung.types import Dataset, Json, Workload
 from farflung.workloads import Classification
-from farflung.workloads.classification import mercury_settings, settings
+from farflung.workloads.classification import build_mercury_settings, build_settings
 from farflung.workloads.shakespeare import GPT
 
 __all__ = [
@@ -77,7 +77,7 @@ AG_NEWS = Source(
         File("test.csv", 1857427, _AG_NEWS_URL + "test.csv", md5="d52ea96a97a2d943681189a97654912d"),
     ),
     layouts=(("train.csv", "test.csv"), (_SMALL, "test.csv")),
-    how_to_get="fetch it with: farflung data fetch benchmarks.workloads.news:AG_NEWS",
+    instructions="fetch it with: farflung data fetch benchmarks.workloads.news:AG_NEWS",
     samples=(120_000, 7_600),
 )
 
@@ -95,7 +95,7 @@ NEWSGROUPS = Source(
         ),
     ),
     layouts=(("train.jsonl.gz", "test.jsonl.gz"),),
-    how_to_get="fetch it with: farflung data fetch benchmarks.workloads.news:NEWSGROUPS",
+    instructions="fetch it with: farflung data fetch benchmarks.workloads.news:NEWSGROUPS",
     samples=_POSTS,
 )
 
@@ -109,9 +109,9 @@ def newsgroups_lstm() -> Workload:
     """
     return Classification(
         name="newsgroups/lstm",
-        network=partial(TextClassifier, _SIZE, 64, 64, 20),
-        load=partial(load_newsgroups, length=96, size=_SIZE),
-        defaults=settings(batch_size=32, learning_rate=0.3, momentum=0.9, steps=1200),
+        build_network=partial(TextClassifier, _SIZE, 64, 64, 20),
+        load_data=partial(load_newsgroups, length=96, size=_SIZE),
+        defaults=build_settings(batch_size=32, learning_rate=0.3, momentum=0.9, steps=1200),
     )
 
 
@@ -123,9 +123,9 @@ def ag_news_lstm() -> Workload:
     """
     return Classification(
         name="ag-news/lstm",
-        network=partial(TextClassifier, _SIZE, 64, 64, 4),
-        load=partial(load_ag_news, length=48, size=_SIZE),
-        defaults=settings(batch_size=32, learning_rate=0.3, momentum=0.9, steps=1000),
+        build_network=partial(TextClassifier, _SIZE, 64, 64, 4),
+        load_data=partial(load_ag_news, length=48, size=_SIZE),
+        defaults=build_settings(batch_size=32, learning_rate=0.3, momentum=0.9, steps=1000),
     )
 
 
@@ -137,9 +137,9 @@ def ag_news_attentive_lstm() -> Workload:
     """
     return Classification(
         name="ag-news/attentive-lstm",
-        network=partial(AttentiveClassifier, _SIZE, 300, 512, 4),
-        load=partial(load_ag_news, length=48, size=_SIZE),
-        defaults=mercury_settings(batch_size=64),
+        build_network=partial(AttentiveClassifier, _SIZE, 300, 512, 4),
+        load_data=partial(load_ag_news, length=48, size=_SIZE),
+        defaults=build_mercury_settings(batch_size=64),
     )
 
 
@@ -190,7 +190,7 @@ def load_ag_news(*, length: int, size: int) -> tuple[TensorDataset, TensorDatase
     found = locate(AG_NEWS)
     for file in AG_NEWS.files:
         if file.name in found.names:
-            verify(found.path(file.name), file)
+            verify(found.get_path(file.name), file)
     counts = (5_000 if _SMALL in found.names else 120_000, 7_600)
     return read_ag_news(found, counts=counts, length=length, size=size)
 
@@ -203,7 +203,7 @@ def read_ag_news(
     Raises:
       DataError: truncated files, or rows that are not what they should be.
     """
-    rows = [_rows(found.path(name), count) for name, count in zip(found.names, counts, strict=True)]
+    rows = [_rows(found.get_path(name), count) for name, count in zip(found.names, counts, strict=True)]
     texts = [[words(text, length) for text, _ in split] for split in rows]
     numbers = vocabulary(texts[0], size)
     sets = []
@@ -259,7 +259,7 @@ def load_newsgroups(*, length: int, size: int) -> tuple[TensorDataset, TensorDat
 def _newsgroups() -> Location:
     found = locate(NEWSGROUPS)
     if found.names == (NEWSGROUPS.files[0].name,):
-        verify(found.path(found.names[0]), NEWSGROUPS.files[0])
+        verify(found.get_path(found.names[0]), NEWSGROUPS.files[0])
     return found
 
 
@@ -319,7 +319,7 @@ def read_bodies(
         for posts in _posts(found, counts)
     )
     origin = f"20newsgroups, {found.folder}"
-    return windows(train, length, length, origin), windows(
+    return build_windows(train, length, length, origin), build_windows(
         test, length, (len(test) - length) // tests, origin
     )
 
@@ -331,11 +331,11 @@ def _essence(post: str) -> str:
 
 
 def _from_lines(found: Location) -> list[list[tuple[str, str]]]:
-    return [_lines(found.path(name)) for name in found.names]
+    return [_lines(found.get_path(name)) for name in found.names]
 
 
 def _lines(path: Path) -> list[tuple[str, str]]:
-    with reading(path, "not a gzip file, or truncated", DataError), gzip.open(path) as stream:
+    with wrap_read_errors(path, "not a gzip file, or truncated", DataError), gzip.open(path) as stream:
         lines = stream.read().splitlines()
     posts = []
     for number, line in enumerate(lines, start=1):
@@ -348,9 +348,9 @@ def _lines(path: Path) -> list[tuple[str, str]]:
 
 
 def _from_archive(found: Location) -> list[list[tuple[str, str]]]:
-    path = found.path(NEWSGROUPS.files[0].name)
+    path = found.get_path(NEWSGROUPS.files[0].name)
     posts: dict[str, list[tuple[str, str]]] = {"20news-bydate-train": [], "20news-bydate-test": []}
-    for name, content in sorted(members(path, lambda name: name.split("/")[0] in posts)):
+    for name, content in sorted(iter_members(path, lambda name: name.split("/")[0] in posts)):
         parts = name.split("/")
         if len(parts) == 3:
             posts[parts[0]].append((parts[1], content.decode("latin-1")))

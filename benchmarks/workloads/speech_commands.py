@@ -27,13 +27,13 @@ from torch import Tensor
 
 from farflung.data.datasets import TensorDataset
 from farflung.data.images import Normalize, RandomShift
-from farflung.data.source import File, Source, cache_folder, locate, members, verify
+from farflung.data.source import File, Source, get_cache_folder, iter_members, locate, verify
 from farflung.errors import ConfigError, DataError
-from farflung.files import reading
+from farflung.files import wrap_read_errors
 from farflung.types import Workload
 from farflung.workloads import Classification
 from farflung.workloads import vgg as plain
-from farflung.workloads.classification import mercury_settings, settings
+from farflung.workloads.classification import build_mercury_settings, build_settings
 
 __all__ = [
     "BANDS",
@@ -66,7 +66,7 @@ NINE = Source(
     licence="CC BY 4.0",
     homepage="https://arxiv.org/abs/1804.03209",
     files=(File("log-mel.npz"),),
-    how_to_get="it comes as one file, log-mel.npz; without it take all words of the official archive: "
+    instructions="it comes as one file, log-mel.npz; without it take all words of the official archive: "
     'data="v0.02", fetched with: farflung data fetch benchmarks.workloads.speech_commands:V0_02',
     samples=(4_500, 500),
 )
@@ -84,7 +84,7 @@ V0_01 = Source(
             sha256="743935421bb51cccdb6bdd152e04c5c70274e935c82119ad7faeec31780d811d",
         ),
     ),
-    how_to_get="fetch it with: farflung data fetch benchmarks.workloads.speech_commands:V0_01",
+    instructions="fetch it with: farflung data fetch benchmarks.workloads.speech_commands:V0_01",
     layouts=(("log-mel.npz",),),
 )
 
@@ -101,7 +101,7 @@ V0_02 = Source(
             sha256="af14739ee7dc311471de98f5f9d2c9191b18aedfe957f4a6ff791c709868ff58",
         ),
     ),
-    how_to_get="fetch it with: farflung data fetch benchmarks.workloads.speech_commands:V0_02",
+    instructions="fetch it with: farflung data fetch benchmarks.workloads.speech_commands:V0_02",
     layouts=(("log-mel.npz",),),
 )
 
@@ -138,9 +138,9 @@ def vgg(data: Version = "nine") -> Workload:
     _check(data)
     return Classification(
         name="speech-commands/vgg",
-        network=partial(plain, (1, 64, 101), (16, None, 32, None, 64, None, 64, None), 64, WORDS[data]),
-        load=partial(load, data),
-        defaults=settings(batch_size=32, learning_rate=0.01, weight_decay=1e-4, steps=600),
+        build_network=partial(plain, (1, 64, 101), (16, None, 32, None, 64, None, 64, None), 64, WORDS[data]),
+        load_data=partial(load, data),
+        defaults=build_settings(batch_size=32, learning_rate=0.01, weight_decay=1e-4, steps=600),
     )
 
 
@@ -156,9 +156,9 @@ def vgg13(data: Version = "v0.02") -> Workload:
     _check(data)
     return Classification(
         name="speech-commands/vgg13",
-        network=partial(plain, (1, 64, 101), _VGG13, 128, WORDS[data], norm=True),
-        load=partial(load, data),
-        defaults=mercury_settings(batch_size=64),
+        build_network=partial(plain, (1, 64, 101), _VGG13, 128, WORDS[data], norm=True),
+        load_data=partial(load, data),
+        defaults=build_mercury_settings(batch_size=64),
     )
 
 
@@ -181,11 +181,11 @@ def load(version: Version = "nine") -> tuple[TensorDataset, TensorDataset]:
     """
     source = SOURCES[version]
     found = locate(source)
-    features = found.path(_FEATURES)
+    features = found.get_path(_FEATURES)
     if found.names != (_FEATURES,):
-        features = cache_folder() / source.name / _FEATURES
+        features = get_cache_folder() / source.name / _FEATURES
         if not features.is_file():
-            archive = found.path(source.files[0].name)
+            archive = found.get_path(source.files[0].name)
             verify(archive, source.files[0])
             read_archive(archive, features, clips=_CLIPS[version], words=WORDS[version])
     test = "dev" if version == "nine" else "test"
@@ -206,7 +206,7 @@ def read_features(path: Path, name: str, *, words: int, test: str) -> tuple[Tens
     """
     keys = ("train_x", "train_y", f"{test}_x", f"{test}_y", "words")
     with (
-        reading(path, "not the expected arrays, or truncated", DataError),
+        wrap_read_errors(path, "not the expected arrays, or truncated", DataError),
         path.open("rb") as stream,
         np.load(stream, allow_pickle=False) as stored,
     ):
@@ -251,7 +251,7 @@ def read_archive(archive: Path, features: Path, *, clips: int, words: int) -> No
     names: list[str] = []
     pictures: list[Tensor] = []
     waiting: list[Tensor] = []
-    for name, content in members(archive, _wanted):
+    for name, content in iter_members(archive, _wanted):
         if name == "testing_list.txt":
             tested.update(content.decode().split())
             continue

@@ -16,10 +16,10 @@ from farflung.data.datasets import TensorDataset
 from farflung.data.images import Normalize, RandomShift
 from farflung.data.source import File, Location, Source, locate, verify
 from farflung.errors import DataError
-from farflung.files import reading
+from farflung.files import wrap_read_errors
 from farflung.types import Workload
 from farflung.workloads import Classification, resnet
-from farflung.workloads.classification import mercury_settings, settings
+from farflung.workloads.classification import build_mercury_settings, build_settings
 from farflung.workloads.models import resnet18 as resnet18_network
 
 __all__ = ["SOURCE", "load", "read", "resnet8", "resnet18"]
@@ -45,7 +45,7 @@ SOURCE = Source(
             md5="eb5a983be6a315427106f1b164d9cef3",
         ),
     ),
-    how_to_get="fetch it with: farflung data fetch benchmarks.workloads.svhn:SOURCE",
+    instructions="fetch it with: farflung data fetch benchmarks.workloads.svhn:SOURCE",
     samples=(73_257, 26_032),
 )
 
@@ -56,9 +56,9 @@ def resnet8() -> Workload:
     """SVHN with the residual network of 8 layers."""
     return Classification(
         name="svhn/resnet8",
-        network=partial(resnet, 8, 10),
-        load=load,
-        defaults=settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
+        build_network=partial(resnet, 8, 10),
+        load_data=load,
+        defaults=build_settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
     )
 
 
@@ -69,9 +69,9 @@ def resnet18() -> Workload:
     """
     return Classification(
         name="svhn/resnet18",
-        network=partial(resnet18_network, 10),
-        load=load,
-        defaults=mercury_settings(batch_size=32),
+        build_network=partial(resnet18_network, 10),
+        load_data=load,
+        defaults=build_mercury_settings(batch_size=32),
     )
 
 
@@ -83,7 +83,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
     """
     found = locate(SOURCE)
     for file in SOURCE.files:
-        verify(found.path(file.name), file)
+        verify(found.get_path(file.name), file)
     return read(found, counts=(73_257, 26_032))
 
 
@@ -95,9 +95,12 @@ def read(found: Location, *, counts: tuple[int, int]) -> tuple[TensorDataset, Te
     """
     sets: list[TensorDataset] = []
     for file, count in zip(SOURCE.files, counts, strict=True):
-        path = found.path(file.name)
+        path = found.get_path(file.name)
         try:
-            with reading(path, "not a MATLAB file, or truncated", DataError), path.open("rb") as stream:
+            with (
+                wrap_read_errors(path, "not a MATLAB file, or truncated", DataError),
+                path.open("rb") as stream,
+            ):
                 arrays = loadmat(stream, variable_names=["X", "y"])
         except MatReadError as error:
             raise DataError(f"{path}: {error}") from None

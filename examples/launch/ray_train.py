@@ -11,17 +11,17 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 
 import farflung
-from farflung.engine.placement import batch_on
-from farflung.loop.optimizers import load_optimizer_state, optimizer_state
-from farflung.seeding import generator
+from farflung.engine.placement import move_batch
+from farflung.loop.optimizers import get_optimizer_state, load_optimizer_state
+from farflung.seeding import create_generator
 from farflung.state_trees import load_tree, save_tree
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 
 def train(options: dict[str, Any]) -> None:
-    task, device = workload(options["workload"]), get_device()
-    data, _ = task.datasets()
-    model = task.model(generator(0, "model")).to(device)
+    task, device = create_workload(options["workload"]), get_device()
+    data, _ = task.load_datasets()
+    model = task.build_model(create_generator(0, "model")).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with farflung.attach(model, optimizer, options["recipe"]) as handle:
         own = f"rank-{handle.rank}.safetensors"  # residuals and late updates differ between replicas
@@ -31,13 +31,13 @@ def train(options: dict[str, Any]) -> None:
             load_optimizer_state(optimizer, kept["optimizer"])
             handle.load_state_dict(kept["handle"])
         for step in range(handle.step, options["steps"]):
-            drawn = torch.randint(len(data), (32,), generator=generator(0, "batch", step, handle.rank))
-            loss = task.loss(model, batch_on(data.take(drawn, train=True), device)).mean()
+            drawn = torch.randint(len(data), (32,), generator=create_generator(0, "batch", step, handle.rank))
+            loss = task.compute_losses(model, move_batch(data.take(drawn, train=True), device)).mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if (step + 1) % options["every"] == 0:
-                tree = {"model": dict(model.state_dict()), "optimizer": optimizer_state(optimizer)}
+                tree = {"model": dict(model.state_dict()), "optimizer": get_optimizer_state(optimizer)}
                 with tempfile.TemporaryDirectory() as folder:
                     save_tree(Path(folder, own), {**tree, "handle": handle.state_dict()})
                     ray.train.report({"loss": loss.item()}, checkpoint=Checkpoint.from_directory(folder))

@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy as _lazy
+from farflung.lazy import build_lazy_attributes as _lazy
 
 if TYPE_CHECKING:
     from farflung.comm import Endpoint
     from farflung.ddp import ddp_hook
     from farflung.handle import Handle, attach
     from farflung.importance import ImportanceSampler
-    from farflung.recipes import RECIPES, Recipe, recipe
+    from farflung.recipes import RECIPES, Recipe, parse_recipe
     from farflung.runs import Comparison, Run, compare, retime, simulate, train
     from farflung.workloads import TorchWorkload
 else:
@@ -41,7 +41,7 @@ __all__ = [
     "attach",
     "compare",
     "ddp_hook",
-    "recipe",
+    "parse_recipe",
     "retime",
     "simulate",
     "train",

@@ -4,7 +4,7 @@ import sys
 
 from farflung import __version__
 from farflung.errors import MissingExtra
-from farflung.extras import need
+from farflung.extras import require_modules
 
 __all__: list[str] = []
 
@@ -15,7 +15,7 @@ def main() -> int:
         print(f"farflung {__version__}")
         return 0
     try:
-        need("the farflung command", "tyro", "rich", "matplotlib", extra="cli")
+        require_modules("the farflung command", "tyro", "rich", "matplotlib", extra="cli")
     except MissingExtra as error:
         print(f"farflung: {error}", file=sys.stderr)
         return error.exit_code

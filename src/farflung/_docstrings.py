@@ -8,27 +8,27 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["docstring_of", "read_docstring"]
+__all__ = ["get_docstring", "read_docstring"]
 
 
-def docstring_of(thing: Callable[..., object]) -> str:
+def get_docstring(target: Callable[..., object]) -> str:
     """Returns the docstring of a class or function, under ``python -OO`` too."""
     if sys.flags.optimize < 2:
-        return inspect.getdoc(thing) or ""
-    return read_docstring(thing.__module__, thing.__qualname__)
+        return inspect.getdoc(target) or ""
+    return read_docstring(target.__module__, target.__qualname__)
 
 
 def read_docstring(module: str, name: str) -> str:
     """Reads a docstring from the source without importing the module; empty if there is no source."""
     try:
-        source = ast.parse(_path_of(module).read_text(encoding="utf-8"))
+        source = ast.parse(_find_source(module).read_text(encoding="utf-8"))
     except OSError:
         return ""
     definitions = (node for node in source.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
     return next((ast.get_docstring(node) or "" for node in definitions if node.name == name), "")
 
 
-def _path_of(module: str) -> Path:
+def _find_source(module: str) -> Path:
     """Finds the source file of a module, without importing the parent packages of a farflung module."""
     top, *inner = module.split(".")
     if module in sys.modules or top != "farflung":

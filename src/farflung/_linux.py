@@ -6,14 +6,14 @@ import ctypes
 import os
 import signal
 
-__all__ = ["LIBC", "check_call", "die_with_parent"]
+__all__ = ["LIBC", "check_call", "exit_with_parent"]
 
 _PR_SET_PDEATHSIG = 1
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent ends; exits if the parent has ended already.
 
     Args:

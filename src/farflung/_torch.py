@@ -9,10 +9,17 @@ import torch
 
 from farflung.errors import Unsupported
 
-__all__ = ["DispatchMode", "StorageRef", "after_backward", "current_node", "graph_task_id", "tree_leaves"]
+__all__ = [
+    "DispatchMode",
+    "StorageRef",
+    "get_current_node",
+    "get_graph_task_id",
+    "queue_backward_callback",
+    "tree_leaves",
+]
 
 
-def _part(path: str) -> Any:
+def _import_private(path: str) -> Any:
     """Imports an attribute of torch by its dotted path.
 
     Raises:
@@ -24,7 +31,7 @@ def _part(path: str) -> Any:
     try:
         owner: Any = importlib.import_module(module)
     except ImportError:
-        owner = _part(module)
+        owner = _import_private(module)
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -34,17 +41,17 @@ def _part(path: str) -> Any:
         ) from None
 
 
-graph_task_id: Callable[[], int] = _part("torch._C._current_graph_task_id")
+get_graph_task_id: Callable[[], int] = _import_private("torch._C._current_graph_task_id")
 """Returns the id of the current autograd task inside a hook, and -1 outside a backward pass."""
-current_node: Callable[[], Any] = _part("torch._C._current_autograd_node")
+get_current_node: Callable[[], Any] = _import_private("torch._C._current_autograd_node")
 """Returns the autograd node whose backward runs in this thread, if any."""
-after_backward: Callable[[Callable[[], None]], None] = _part(
+queue_backward_callback: Callable[[Callable[[], None]], None] = _import_private(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
 """Queues a callback for the end of the current backward pass; call it inside a hook."""
-DispatchMode: Any = _part("torch.utils._python_dispatch.TorchDispatchMode")
+DispatchMode: Any = _import_private("torch.utils._python_dispatch.TorchDispatchMode")
 """Base class of context managers that intercept each operation."""
-tree_leaves: Callable[[Any], list[Any]] = _part("torch.utils._pytree.tree_leaves")
+tree_leaves: Callable[[Any], list[Any]] = _import_private("torch.utils._pytree.tree_leaves")
 """Returns all leaves of nested containers."""
-StorageRef: Any = _part("torch.multiprocessing.reductions.StorageWeakRef")
+StorageRef: Any = _import_private("torch.multiprocessing.reductions.StorageWeakRef")
 """Weak reference to a tensor's storage."""

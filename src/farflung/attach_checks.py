@@ -15,21 +15,21 @@ from torch.nn.parameter import is_lazy
 from farflung.errors import ConfigError, Unsupported
 
 __all__ = [
-    "accumulates",
     "check_optimizer",
-    "check_sole",
-    "check_whole",
-    "held_by",
-    "named",
+    "check_tensors",
+    "check_unwrapped",
+    "format_names",
+    "is_accumulating",
+    "list_optimizer_parameters",
     "needs_closure",
-    "plain_optimizer",
+    "unwrap_optimizer",
 ]
 
-_FEW = 4
+_MAX_NAMES = 4
 """Largest number of parameter names in a message."""
 
 
-def check_sole(model: nn.Module) -> None:
+def check_unwrapped(model: nn.Module) -> None:
     """Checks that no other library exchanges the model's gradients or shards its parameters.
 
     Raises:
@@ -42,23 +42,23 @@ def check_sole(model: nn.Module) -> None:
                 "model.module, or keep DistributedDataParallel and register farflung.ddp_hook"
             )
         if _is_a(module, "FullyShardedDataParallel"):
-            raise Unsupported(_SHARDED)
+            raise Unsupported(_SHARDED_MESSAGE)
     if any(_is_a(parameter, "DTensor") for parameter in model.parameters()):
-        raise Unsupported(_SHARDED)
+        raise Unsupported(_SHARDED_MESSAGE)
 
 
-_SHARDED = (
+_SHARDED_MESSAGE = (
     "attach: the model is sharded by FSDP or as DTensors, while farflung needs the whole of it on each replica: "
     "attach it unsharded"
 )
 
 
-def _is_a(thing: object, kind: str) -> bool:
+def _is_a(instance: object, kind: str) -> bool:
     """Returns True for instances of a class with this name, without importing the class."""
-    return any(base.__name__ == kind for base in type(thing).__mro__)
+    return any(base.__name__ == kind for base in type(instance).__mro__)
 
 
-def check_whole(model: nn.Module, *, is_alone: bool = False) -> None:
+def check_tensors(model: nn.Module, *, is_alone: bool = False) -> None:
     """Checks that tensors can be overwritten by another rank's, and that no layer has sparse gradients.
 
     Args:
@@ -73,7 +73,7 @@ def check_whole(model: nn.Module, *, is_alone: bool = False) -> None:
             raise Unsupported(
                 f"attach: {name} is lazy and has no shape yet: run a batch through the model before, on all ranks"
             )
-        if not is_alone and (reason := _reason_not_whole(tensor)):
+        if not is_alone and (reason := _explain_unsupported(tensor)):
             raise Unsupported(f"attach: {name} {reason}")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -82,7 +82,7 @@ def check_whole(model: nn.Module, *, is_alone: bool = False) -> None:
             )
 
 
-def _reason_not_whole(tensor: Tensor) -> str | None:
+def _explain_unsupported(tensor: Tensor) -> str | None:
     if tensor.is_meta:
         return "is on the meta device and has no values: load or initialize the model before"
     if tensor.layout is not torch.strided:
@@ -92,11 +92,11 @@ def _reason_not_whole(tensor: Tensor) -> str | None:
     return None
 
 
-_WRAPPED = ("optimizer", "base_optimizer")
+_WRAPPER_ATTRIBUTES = ("optimizer", "base_optimizer")
 """Attributes in which wrappers hold an optimizer."""
 
 
-def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Returns the optimizer inside wrappers such as Accelerate's or SAM.
 
     Raises:
@@ -104,7 +104,9 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """
     inner: object = optimizer
     while inner_optimizers := [
-        value for name in _WRAPPED if isinstance(value := getattr(inner, name, None), torch.optim.Optimizer)
+        value
+        for name in _WRAPPER_ATTRIBUTES
+        if isinstance(value := getattr(inner, name, None), torch.optim.Optimizer)
     ]:
         inner = inner_optimizers[0]
     if not isinstance(inner, torch.optim.Optimizer):
@@ -112,12 +114,12 @@ def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner
 
 
-def accumulates(optimizer: torch.optim.Optimizer) -> bool:
+def is_accumulating(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True if a wrapper accumulates this pass without a step, as Accelerate's ``accumulate()``."""
     return not getattr(getattr(optimizer, "gradient_state", None), "sync_gradients", True)
 
 
-def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def list_optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Lists the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -129,7 +131,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
       ConfigError: It has none of the model's parameters, or other trainable parameters.
     """
     trainable_names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    optimizer_parameters = {id(p): p for p in held_by(optimizer)}
+    optimizer_parameters = {id(p): p for p in list_optimizer_parameters(optimizer)}
     if trainable_names and not trainable_names.keys() & optimizer_parameters.keys():
         raise ConfigError(
             "attach: the optimizer holds none of the model's parameters: make it from model.parameters(), after the "
@@ -143,7 +145,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     if missing := [name for key, name in trainable_names.items() if key not in optimizer_parameters]:
         warnings.warn(
-            f"attach: the optimizer lacks {named(missing)}, whose gradients are exchanged nevertheless: freeze them "
+            f"attach: the optimizer lacks {format_names(missing)}, whose gradients are exchanged nevertheless: freeze them "
             "before, unless another optimizer has them",
             stacklevel=3,
         )
@@ -155,7 +157,9 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.name == "closure" and p.default is inspect.Parameter.empty for p in parameters)
 
 
-def named(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     """Joins the first few names and the number of the remaining ones."""
     listed = list(names)
-    return ", ".join(listed[:_FEW]) + (f" and {len(listed) - _FEW} more" if len(listed) > _FEW else "")
+    return ", ".join(listed[:_MAX_NAMES]) + (
+        f" and {len(listed) - _MAX_NAMES} more" if len(listed) > _MAX_NAMES else ""
+    )

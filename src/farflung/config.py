@@ -11,10 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from farflung._docstrings import docstring_of
+from farflung._docstrings import get_docstring
 from farflung.errors import ConfigError
 from farflung.rates import RATES
-from farflung.spec import build, text_of
+from farflung.spec import build, format_spec
 from farflung.types import Json, OptimizerFactory, RateSchedule
 
 if TYPE_CHECKING:
@@ -26,16 +26,16 @@ __all__ = [
     "ON_NONFINITE",
     "Setting",
     "Training",
+    "build_unknown_error",
     "check_ranges",
-    "settings_of",
-    "unknown_setting",
+    "list_settings",
 ]
 
 BUCKET_NBYTES = 25 << 20
 """Size of gradient buckets except the first, as in DistributedDataParallel."""
 ON_NONFINITE = ("stop", "skip", "exclude")
 """Values of ``--on-nonfinite``."""
-_WORDS: dict[type, str] = {
+_KIND_NAMES: dict[type, str] = {
     bool: "true or false",
     float: "a number",
     int: "a whole number",
@@ -58,40 +58,40 @@ class Setting:
 
     name: str
     kind: type
-    about: str
+    description: str
     default: object
-    words: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
-    def read(self, value: object, where: str) -> Any:
+    def convert(self, value: object, location: str) -> Any:
         """Converts a value to this setting's kind; integers are valid numbers.
 
         Raises:
           ConfigError: The value is of another kind; the message begins with ``location``.
         """
-        if isinstance(value, str) and value in self.words:
+        if isinstance(value, str) and value in self.choices:
             return value
         kinds: Any = {float: int | float, Path: str | Path}.get(self.kind, self.kind)
         fits = isinstance(value, kinds) and isinstance(value, bool) == (self.kind is bool)
         if not fits or (self.kind is Path and not value):
-            raise ConfigError(f"{where} must be {_WORDS[self.kind]}, not {value!r}")
+            raise ConfigError(f"{location} must be {_KIND_NAMES[self.kind]}, not {value!r}")
         return self.kind(value)
 
 
-def unknown_setting(what: str, name: str, known: Iterable[str]) -> ConfigError:
+def build_unknown_error(kind: str, name: str, names: Iterable[str]) -> ConfigError:
     """Builds the error for an unknown setting, with the closest name or all names."""
-    close = get_close_matches(name.replace("-", "_"), known := [*known], n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
-    return ConfigError(f"unknown {what} {name!r}; {hint}")
+    close = get_close_matches(name.replace("-", "_"), names := [*names], n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(names))}"
+    return ConfigError(f"unknown {kind} {name!r}; {hint}")
 
 
-def settings_of(owner: type) -> dict[str, Setting]:
+def list_settings(owner: type) -> dict[str, Setting]:
     """Returns the settings of a dataclass by name, from its fields that are numbers or text.
 
     Descriptions are read from ``Args:`` in the docstrings of the class and its bases.
     """
     descriptions: dict[str, str] = {}
     for base in reversed(owner.__mro__):
-        _, _, text = docstring_of(base).partition("Args:\n")
+        _, _, text = get_docstring(base).partition("Args:\n")
         for name, description in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", text, re.MULTILINE):
             plain = " ".join(description.split())
             descriptions[name] = (plain[:1].upper() + plain[1:]).replace("``", "")
@@ -175,26 +175,26 @@ class Training:
             clip_norm=(0 <= self.clip_norm < math.inf, "0 or more"),
             on_nonfinite=(self.on_nonfinite in ON_NONFINITE, f"one of {', '.join(ON_NONFINITE)}"),
         )
-        self._optimizer_factory()
-        self.make_rates()
+        self._build_optimizer_factory()
+        self.make_rate_schedule()
 
     @staticmethod
-    def resolve(defaults: Mapping[str, Json], given: Mapping[str, Json]) -> Training:
+    def resolve(defaults: Mapping[str, Json], overrides: Mapping[str, Json]) -> Training:
         """Combines the settings that are not ``None`` with the workload's defaults."""
-        chosen = {name: value for name, value in given.items() if value is not None}
+        chosen = {name: value for name, value in overrides.items() if value is not None}
         base = {name: value for name, value in defaults.items() if name in Training.__dataclass_fields__}
         return Training(**{**base, **chosen})  # type: ignore[arg-type]
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Creates an optimizer of the trainable parameters."""
-        return self._optimizer_factory().make(
+        return self._build_optimizer_factory().make(
             [parameter for parameter in parameters if parameter.requires_grad],
             learning_rate=self.learning_rate,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
         )
 
-    def make_rates(self) -> RateSchedule:
+    def make_rate_schedule(self) -> RateSchedule:
         """Builds the learning-rate schedule."""
         setting = self.learning_rate_schedule
         schedule = build("learning-rate schedule", setting, RATES) if isinstance(setting, str) else setting
@@ -211,10 +211,10 @@ class Training:
             "optimizer": OPTIMIZERS,
             "learning_rate_schedule": RATES,
         }
-        parts = {name: text_of(settings[name], registry) for name, registry in registries.items()}
+        parts = {name: format_spec(settings[name], registry) for name, registry in registries.items()}
         return {**settings, **parts}
 
-    def _optimizer_factory(self) -> OptimizerFactory:
+    def _build_optimizer_factory(self) -> OptimizerFactory:
         from farflung.optimizers import OPTIMIZERS, SGDSettings  # imports torch, which settings do not need
 
         setting = self.optimizer

@@ -15,42 +15,42 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from typing_extensions import override
 
-from farflung._torch import after_backward, current_node, graph_task_id
+from farflung._torch import get_current_node, get_graph_task_id, queue_backward_callback
 from farflung.codecs import CODECS
 from farflung.comm import COLLECTIVES, Endpoint, ExchangeChannel, Purpose
 from farflung.config import BUCKET_NBYTES
 from farflung.engine import Engine, GradientBuckets, StepMetadata
-from farflung.engine.buckets import GradientBucket, make_buckets
+from farflung.engine.buckets import GradientBucket, build_buckets
 from farflung.engine.placement import record_stream
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
-from farflung.options import whole_option
-from farflung.reducers import REDUCERS, CodecReducer, summed_nbytes
+from farflung.options import check_integer
+from farflung.reducers import REDUCERS, CodecReducer, list_summed_nbytes
 from farflung.schedules import Synchronous
-from farflung.spec import build, text_of
+from farflung.spec import build, format_spec
 from farflung.tasks import Pending
 from farflung.types import Bucket, Codec, Reducer, State
-from farflung.wall import WallRuntime, interface_to_master
+from farflung.wall import WallRuntime, find_interface_to_master
 
-__all__ = ["DECIDED_AFTER", "HookState", "ddp_hook", "exchange"]
+__all__ = ["TRIAL_STEPS", "HookState", "ddp_hook", "exchange"]
 
-_JOIN_S = 60.0
-_NO_SIDE = torch.zeros(0, dtype=torch.float64)
-_UNLIKE = (
+_CONNECT_TIMEOUT_S = 60.0
+_NO_METADATA = torch.zeros(0, dtype=torch.float64)
+_UNEQUAL_UNUSED = (
     "DDP left out other parameters on one rank than on another: with skip_all_reduce_unused_params all ranks have to "
     "use the same parameters"
 )
 _WARM_UP = (True, True, False)
 """Values of :attr:`HookState.is_active` in the first steps, which create buckets and warm up connections."""
-_TURNS = 5
+_NUM_PAIRS = 5
 """Number of steps of either kind that are timed afterwards, in pairs."""
-_EXCEPTIONS = 1
+_MAX_SLOWER_PAIRS = 1
 """Largest number of pairs in which the hook may be slower and still stay active."""
-DECIDED_AFTER = len(_WARM_UP) + 2 * _TURNS
+TRIAL_STEPS = len(_WARM_UP) + 2 * _NUM_PAIRS
 """Number of steps that alternate between the hook and DDP's own all-reduce with ``fall_back``."""
 
 
 def ddp_hook(
-    how: str | Codec | Reducer,
+    compression: str | Codec | Reducer,
     *,
     group: dist.ProcessGroup | None = None,
     fall_back: bool = False,
@@ -112,11 +112,11 @@ def ddp_hook(
       ProtocolError: Ranks have different settings.
       DeadlinePassed: A rank did not connect in time.
     """
-    reducer = _reducer(how)
-    whole_option("ddp_hook", "bucket_nbytes", bucket_nbytes, 1)
+    reducer = _build_reducer(compression)
+    check_integer("ddp_hook", "bucket_nbytes", bucket_nbytes, 1)
     state = _make_state(_Settings(reducer, fall_back, bucket_nbytes, seed, deadline_s, endpoint), group)
     if dist.is_initialized():
-        state.meet()
+        state.connect()
     return state, exchange
 
 
@@ -145,15 +145,17 @@ def _make_state(settings: _Settings, group: dist.ProcessGroup | None = None) -> 
             size,
             store,
             meeting="ddp_hook",
-            endpoint=endpoint.on(partial(interface_to_master, store if size > 1 else None)),
+            endpoint=endpoint.resolve_interface(
+                partial(find_interface_to_master, store if size > 1 else None)
+            ),
             settings={
-                "ddp_hook": text_of(reducer),
+                "ddp_hook": format_spec(reducer),
                 "fall_back": fall_back,
                 "bucket_nbytes": bucket_nbytes,
                 "seed": seed,
             },
             deadline_s=deadline_s,
-            join_s=_JOIN_S,
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
         )
         return runtime, process_group
 
@@ -179,11 +181,11 @@ def exchange(state: "HookState", bucket: dist.GradBucket, *sharded: Tensor) -> t
             "ddp_hook is for DistributedDataParallel with its own reducer: FSDP hands its hooks shards, and "
             "optimize_ddp='python_reducer' single gradients, which it cannot carry"
         )
-    return state.take(bucket)
+    return state.handle_bucket(bucket)
 
 
 @dataclass(eq=False)
-class _Arrival:
+class _PendingBucket:
     """Bucket of DDP whose means have not all arrived."""
 
     buffer: Tensor
@@ -204,15 +206,15 @@ class _HookBucket(GradientBucket):
 
     grads: list[Tensor] = field(default_factory=list)
     """Gradients of DDP in the current pass."""
-    places: list[Tensor] = field(default_factory=list)
+    grad_views: list[Tensor] = field(default_factory=list)
     """Views of the flat tensor, one for each gradient."""
 
     @override
     def load_gradient(self, mean: Tensor) -> None:
         if mean.data_ptr() != self.gradient.data_ptr():
             self.gradient.copy_(mean)
-        torch._foreach_copy_(self.grads, self.places)
-        self.grads, self.places = [], []
+        torch._foreach_copy_(self.grads, self.grad_views)
+        self.grads, self.grad_views = [], []
 
 
 class _HookBuckets(GradientBuckets):
@@ -224,15 +226,15 @@ class _HookBuckets(GradientBuckets):
     """
 
     def __init__(self, parameters: Sequence[Any], bucket_nbytes: int) -> None:
-        self.own = [
+        self.hook_buckets = [
             _HookBucket(b.index, b.gradient, b.names, b.parameters, b.views, b.orders)
-            for b in make_buckets([("", parameter) for parameter in parameters], bucket_nbytes)
+            for b in build_buckets([("", parameter) for parameter in parameters], bucket_nbytes)
         ]
-        self._buckets: list[GradientBucket] = [*self.own]
-        self.buckets = tuple(Bucket(bucket.index, bucket.spec) for bucket in self.own)
-        self.place_of: dict[Tensor, tuple[_HookBucket, int]] = {
+        self._buckets: list[GradientBucket] = [*self.hook_buckets]
+        self.buckets = tuple(Bucket(bucket.index, bucket.spec) for bucket in self.hook_buckets)
+        self.locations: dict[Tensor, tuple[_HookBucket, int]] = {
             parameter: (bucket, place)
-            for bucket in self.own
+            for bucket in self.hook_buckets
             for place, parameter in enumerate(bucket.parameters)
         }
 
@@ -251,48 +253,48 @@ class HookState:
     """
 
     def __init__(
-        self, settings: _Settings, meet: Callable[[], tuple[WallRuntime, dist.ProcessGroup]]
+        self, settings: _Settings, connect: Callable[[], tuple[WallRuntime, dist.ProcessGroup]]
     ) -> None:
         self.step = 0
         """Number of backward passes exchanged so far."""
-        self.carries = True
+        self.is_active = True
         """True if the hook's reducer exchanges this step's gradients, False if DDP's own all-reduce does."""
         self.error: BaseException | None = None
         """First error of an exchange, after which nothing is exchanged."""
-        self._settings, self._reducer, self._meet = settings, settings.reducer, meet
+        self._settings, self._reducer, self._connect = settings, settings.reducer, connect
         self._runtime: WallRuntime
-        self._met = False
+        self._is_connected = False
         self._buckets: _HookBuckets | None = None
         self._engine: Engine
-        self._arrivals: list[_Arrival] = []
+        self._pending_buckets: list[_PendingBucket] = []
         """Buckets of DDP in the current pass."""
-        self._index = -1
+        self._last_index = -1
         """Index of the last bucket that DDP passed to the hook in the current pass; -1 after the last one."""
         self._task = -1
         """Id of the autograd task that has a callback at its end."""
         self._is_watched = False
         """True if the current pass fails unless its next bucket comes in time."""
-        self._averages: list[Pending[None]] = []
+        self._pending_averages: list[Pending[None]] = []
         """Uncompressed exchanges of DDP's buckets, before the hook has buckets of its own."""
         self._averaged_nbytes = 0
-        self._loaded: State | None = None
-        self._closed = False
+        self._loaded_state: State | None = None
+        self._is_closed = False
         self._group: dist.ProcessGroup
-        self._turns = self._taking_turns()
+        self._turns = self._iter_turns()
 
     @property
     def sent_nbytes(self) -> int:
         """Number of payload bytes sent by this rank so far."""
         return self._averaged_nbytes + (0 if self._buckets is None else self._engine.sent_nbytes)
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Connects to the other ranks unless connected; the first bucket does so too."""
-        if not self._met:
-            self._runtime, self._group = self._meet()
-            self._met = True
+        if not self._is_connected:
+            self._runtime, self._group = self._connect()
+            self._is_connected = True
             atexit.register(self.close)
 
-    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def handle_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Starts the exchange of one of DDP's buckets and returns the future of its mean."""
         buffer = bucket.buffer()
         if buffer.layout is not torch.strided or any(p.is_complex() for p in bucket.parameters()):
@@ -300,98 +302,102 @@ class HookState:
                 "ddp_hook carries neither sparse nor complex gradients: give embeddings sparse=False, and make a "
                 "complex parameter's torch.view_as_real the parameter"
             )
-        self.meet()
-        task, is_last = graph_task_id(), bucket.is_last()
+        self.connect()
+        task, is_last = get_graph_task_id(), bucket.is_last()
         # The first pass of a static graph ends with one call per bucket, all with the same index.
-        is_delayed = task >= 0 and current_node() is None and not is_last
-        if self._index < 0 or (bucket.index() <= self._index and not is_delayed):
-            self._begin()
-        self._index = bucket.index()
+        is_delayed = task >= 0 and get_current_node() is None and not is_last
+        if self._last_index < 0 or (bucket.index() <= self._last_index and not is_delayed):
+            self._begin_step()
+        self._last_index = bucket.index()
         if task not in (-1, self._task):
             self._task = task
-            after_backward(self._end)
-        future = self._pass_on(bucket, is_delayed) if self.carries else allreduce_hook(self._group, bucket)
+            queue_backward_callback(self._finish_pass)
+        future = (
+            self._start_exchange(bucket, is_delayed)
+            if self.is_active
+            else allreduce_hook(self._group, bucket)
+        )
         if is_last:
-            self._complete()
+            self._complete_pass()
             # Happens in DDP's join() on a rank without data, or if DDP waits in the same callback.
-            if task < 0 or current_node() is None:
-                self._end()
+            if task < 0 or get_current_node() is None:
+                self._finish_pass()
         return future
 
-    def _pass_on(self, bucket: dist.GradBucket, is_delayed: bool) -> torch.futures.Future[Tensor]:
+    def _start_exchange(self, bucket: dist.GradBucket, is_delayed: bool) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         grads = [grad.detach() for grad in bucket.gradients()]  # create_graph=True gives them a graph
-        arrival = _Arrival(buffer, bucket.index(), bucket.parameters(), grads, future)
-        self._arrivals.append(arrival)
+        arrival = _PendingBucket(buffer, bucket.index(), bucket.parameters(), grads, future)
+        self._pending_buckets.append(arrival)
         if is_delayed:
-            self._average(arrival)
+            self._average_bucket(arrival)
         elif self._buckets is not None:
-            self._enter(arrival)
+            self._fill_buckets(arrival)
         if self.error is not None:
             arrival.release()  # DDP may wait for it before the pass ends
         return future
 
-    def _complete(self) -> None:
+    def _complete_pass(self) -> None:
         """Sends the remaining buckets after the last one of the pass, with zeros for unused parameters."""
-        self._index = -1
-        if not self.carries:
+        self._last_index = -1
+        if not self.is_active:
             return
-        if self._buckets is None and self._arrivals and not self._averages:
-            self._lay_out()
-            for arrival in self._arrivals:
-                self._enter(arrival)
-        for bucket in () if self._buckets is None else self._buckets.own:
-            if bucket.missing:
-                self._fill(bucket, sorted(bucket.missing))
+        if self._buckets is None and self._pending_buckets and not self._pending_averages:
+            self._create_buckets()
+            for arrival in self._pending_buckets:
+                self._fill_buckets(arrival)
+        for bucket in () if self._buckets is None else self._buckets.hook_buckets:
+            if bucket.missing_places:
+                self._send_bucket(bucket, sorted(bucket.missing_places))
 
-    def _end(self) -> None:
+    def _finish_pass(self) -> None:
         """Applies the means of the pass, before DDP waits for them and replaces errors by its own."""
-        if self._index >= 0:
-            if current_node() is not None:  # a reentrant checkpoint ends, and the pass continues
-                self._watch()
+        if self._last_index >= 0:
+            if get_current_node() is not None:  # a reentrant checkpoint ends, and the pass continues
+                self._watch_pass()
                 return
-            self._complete()
+            self._complete_pass()
         try:
-            averages, self._averages = self._averages, []
+            averages, self._pending_averages = self._pending_averages, []
             self._wait(averages)
             if self._buckets is not None and self._engine.is_round_open:
-                self._runtime.drive(self._engine.settle())
-                self._runtime.drive(self._engine.finish(updated=True))
+                self._runtime.drive(self._engine.merge_gradients())
+                self._runtime.drive(self._engine.finish_round(has_updated=True))
                 if self._engine.unused.is_unequal:
-                    raise ConfigError(f"ddp_hook: in step {self.step - 1} {_UNLIKE}")
+                    raise ConfigError(f"ddp_hook: in step {self.step - 1} {_UNEQUAL_UNUSED}")
         except BaseException as error:
             self.error = self.error or error
             raise self.error from None
         finally:
-            arrivals, self._arrivals = self._arrivals, []
+            arrivals, self._pending_buckets = self._pending_buckets, []
             _release(arrivals)
 
     def _wait(self, exchanges: Iterable[Pending[None]]) -> None:
         for pending in exchanges:
-            pending.block()
+            pending.wait_until_done()
             self.error = self.error or pending.error
         self._raise_error()
 
-    def _watch(self) -> None:
+    def _watch_pass(self) -> None:
         """Sets a deadline for the next bucket, since DDP waits forever if it skipped the remaining ones."""
-        current_node().register_hook(self._raise_error)
+        get_current_node().register_hook(self._raise_error)
         if not self._is_watched:
             self._is_watched = True
-            self._runtime.launch(self._await_next())
+            self._runtime.launch(self._await_next_bucket())
 
-    async def _await_next(self) -> None:
+    async def _await_next_bucket(self) -> None:
         deadline_s = self._settings.deadline_s
-        while self._index >= 0:
-            position = (self.step, self._index)
-            await self._runtime.sleep_until(self._runtime.now() + deadline_s)
-            if position == (self.step, self._index):
+        while self._last_index >= 0:
+            position = (self.step, self._last_index)
+            await self._runtime.sleep_until(self._runtime.read_clock() + deadline_s)
+            if position == (self.step, self._last_index):
                 self.error = Unsupported(
                     f"ddp_hook: after a reentrant checkpoint no gradient came for {deadline_s:g} s. Where DDP has "
                     "skip_all_reduce_unused_params, give torch.utils.checkpoint use_reentrant=False"
                 )
-                _release(self._arrivals)
+                _release(self._pending_buckets)
                 break
         self._is_watched = False
 
@@ -402,8 +408,8 @@ class HookState:
     def state_dict(self) -> State:
         """Returns the codec's state of this rank; each rank saves its own, and not during a backward pass."""
         if self._buckets is None:
-            return self._loaded or {"step": self.step, "parameters": {}}
-        if self._closed:
+            return self._loaded_state or {"step": self.step, "parameters": {}}
+        if self._is_closed:
             return self._runtime.drive(self._snapshot())
         return self._runtime.launch(self._snapshot()).wait()
 
@@ -413,7 +419,7 @@ class HookState:
         Raises:
           CheckpointError: The state is of another model; raised here or in the first backward pass.
         """
-        self.step, self._loaded = state["step"], state
+        self.step, self._loaded_state = state["step"], state
         if self._buckets is not None:
             self._runtime.launch(self._restore()).wait()
 
@@ -432,16 +438,16 @@ class HookState:
         Args:
           error: Error of this rank that is reported to the other ranks, if any.
         """
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             atexit.unregister(self.close)
-            if self._met:
+            if self._is_connected:
                 self._runtime.close(error)
 
     # --- one step ---------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        if self._arrivals:
+    def _begin_step(self) -> None:
+        if self._pending_buckets:
             rank = self._runtime.comm.rank
             raise RunLost(
                 f"the backward pass of step {self.step - 1} broke off on rank {rank} while others took its gradients; "
@@ -450,70 +456,72 @@ class HookState:
         self.step += 1
         self._runtime.events += 1
         if self._settings.fall_back:
-            self.carries = next(self._turns)
-        if self.carries and self._buckets is not None:
+            self.is_active = next(self._turns)
+        if self.is_active and self._buckets is not None:
             self._begin_round()
 
     def _begin_round(self) -> None:
         assert self._buckets is not None
-        for bucket in self._buckets.own:
-            bucket.missing = set(range(len(bucket.parameters)))
-        self._engine.begin(self.step - 1, StepMetadata(0.0, 1.0))
+        for bucket in self._buckets.hook_buckets:
+            bucket.missing_places = set(range(len(bucket.parameters)))
+        self._engine.begin_round(self.step - 1, StepMetadata(0.0, 1.0))
 
-    def _taking_turns(self) -> Iterator[bool]:
+    def _iter_turns(self) -> Iterator[bool]:
         """Yields :attr:`is_active` of each step; a step lasts from its first bucket to the next step's first."""
         yield from _WARM_UP
-        slowdowns_s = torch.zeros(_TURNS, dtype=torch.float64)
-        for turn in range(_TURNS):
+        slowdowns_s = torch.zeros(_NUM_PAIRS, dtype=torch.float64)
+        for turn in range(_NUM_PAIRS):
             for is_active in (True, False):
-                begin_s = self._now()
+                begin_s = self._read_clock()
                 yield is_active
-                slowdowns_s[turn] += (self._now() - begin_s) * (1 if is_active else -1)
-        summed_s = self._runtime.launch(self._sum(slowdowns_s)).wait()
-        is_faster = int((summed_s < 0).sum()) >= _TURNS - _EXCEPTIONS
+                slowdowns_s[turn] += (self._read_clock() - begin_s) * (1 if is_active else -1)
+        summed_s = self._runtime.launch(self._sum_over_ranks(slowdowns_s)).wait()
+        is_faster = int((summed_s < 0).sum()) >= _NUM_PAIRS - _MAX_SLOWER_PAIRS
         while True:
             yield is_faster
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         assert self._buckets is not None
         device = self._buckets[0].gradient.device
         if device.type != "cpu":
             torch.cuda.current_stream(device).synchronize()
         return perf_counter()
 
-    async def _sum(self, values: Tensor) -> Tensor:
-        channel = ExchangeChannel(self._runtime.comm, Purpose.DECISION.at(self.step), 0)
-        total, _ = await channel.collective("direct")(channel, values, _NO_SIDE)
+    async def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        channel = ExchangeChannel(self._runtime.comm, Purpose.DECISION.build_exchange_id(self.step), 0)
+        total, _ = await channel.get_collective("direct")(channel, values, _NO_METADATA)
         return total
 
-    async def _check_equal(self, shapes: object) -> None:
-        if not _are_equal(await self._sum(_sample_of(shapes)), self._runtime.comm.size):
-            raise ConfigError(f"ddp_hook: in the first backward pass {_UNLIKE}")
+    async def _check_shapes(self, shapes: object) -> None:
+        if not _are_equal(await self._sum_over_ranks(_compute_checksums(shapes)), self._runtime.comm.size):
+            raise ConfigError(f"ddp_hook: in the first backward pass {_UNEQUAL_UNUSED}")
 
-    def _lay_out(self) -> None:
+    def _create_buckets(self) -> None:
         """Creates the fixed buckets, with parameters in the order in which the model registered them.
 
         The first buckets of DDP have parameters in that order, the last bucket first.
         """
         settings, size = self._settings, self._runtime.comm.size
-        parameters: list[Any] = [p for arrival in reversed(self._arrivals) for p in arrival.parameters]
-        shapes = [(arrival.index, [tuple(p.shape) for p in arrival.parameters]) for arrival in self._arrivals]
-        self._wait([self._runtime.launch(self._check_equal(shapes))])
-        self._runtime.expect(parameters)
+        parameters: list[Any] = [p for arrival in reversed(self._pending_buckets) for p in arrival.parameters]
+        shapes = [
+            (arrival.index, [tuple(p.shape) for p in arrival.parameters]) for arrival in self._pending_buckets
+        ]
+        self._wait([self._runtime.launch(self._check_shapes(shapes))])
+        self._runtime.limit_messages(parameters)
         buckets = _HookBuckets(parameters, settings.bucket_nbytes)
         self._engine = Engine(self._runtime, buckets, self._reducer, Synchronous(), seed=settings.seed)
         self._engine.round_number = self.step - 1  # earlier rounds exchanged DDP's buckets
-        nbytes = summed_nbytes(self._reducer, [bucket.spec for bucket in buckets], size)
-        self._runtime.settle_collective(_collective(self._reducer), nbytes)
+        nbytes = list_summed_nbytes(self._reducer, [bucket.spec for bucket in buckets], size)
+        self._runtime.resolve_collective(_get_collective(self._reducer), nbytes)
         self._buckets = buckets
-        if self._loaded is not None:
+        if self._loaded_state is not None:
             self._runtime.launch(self._restore()).wait()
         self._begin_round()
 
-    def _enter(self, arrival: _Arrival) -> None:
+    def _fill_buckets(self, arrival: _PendingBucket) -> None:
         """Copies DDP's bucket into the hook's own buckets and sends those that are full."""
         assert self._buckets is not None
-        place_of = self._buckets.place_of
+        place_of = self._buckets.locations
         if not place_of.keys() >= set(arrival.parameters):
             error = ConfigError(
                 "ddp_hook: this state belongs to another model already; create one for each model. Under "
@@ -524,43 +532,47 @@ class HookState:
         pieces: dict[_HookBucket, tuple[list[Tensor], list[Tensor]]] = {}
         for parameter, grad in zip(arrival.parameters, arrival.grads, strict=True):
             bucket, place = place_of[parameter]
-            bucket.missing.remove(place)
+            bucket.missing_places.remove(place)
             grads, places = pieces.setdefault(bucket, ([], []))
             grads.append(grad)
             places.append(bucket.views[place])
         for bucket, (grads, places) in pieces.items():
             torch._foreach_copy_(places, grads)
             bucket.grads += grads
-            bucket.places += places
+            bucket.grad_views += places
         if arrival.buffer.requires_grad:  # as with PyTorch's hooks, the graph covers this rank's share
             with torch.enable_grad():
                 arrival.buffer.div_(self._runtime.comm.size)
         for bucket in pieces:
-            if not bucket.missing:
-                self._fill(bucket, ())
+            if not bucket.missing_places:
+                self._send_bucket(bucket, ())
 
-    def _fill(self, bucket: _HookBucket, absent: Sequence[int]) -> None:
+    def _send_bucket(self, bucket: _HookBucket, unused_places: Sequence[int]) -> None:
         """Sends a bucket, with zeros in the places of parameters that DDP skipped."""
-        bucket.missing = set()
-        bucket.clear_places(absent)
-        self._engine.bucket_ready(bucket.index)
+        bucket.missing_places = set()
+        bucket.clear_places(unused_places)
+        self._engine.handle_bucket(bucket.index)
 
-    def _average(self, arrival: _Arrival) -> None:
+    def _average_bucket(self, arrival: _PendingBucket) -> None:
         """Averages one of DDP's buckets uncompressed, before the hook has buckets of its own."""
-        values, number, size = arrival.buffer.detach().clone(), len(self._averages), self._runtime.comm.size
-        channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.at(self.step - 1), number)
+        values, number, size = (
+            arrival.buffer.detach().clone(),
+            len(self._pending_averages),
+            self._runtime.comm.size,
+        )
+        channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.build_exchange_id(self.step - 1), number)
         wait_until_filled = record_stream(values.device)
         divides_first = values.dtype == torch.float16  # whose sums may overflow
 
         async def exchange() -> None:
             wait_until_filled()
             summand = values.mul_(1 / size) if divides_first else values
-            total, _ = await channel.collective("direct")(channel, summand, _NO_SIDE)
+            total, _ = await channel.get_collective("direct")(channel, summand, _NO_METADATA)
             arrival.buffer.detach().copy_(total if divides_first else total.div_(size))
             self._averaged_nbytes += channel.sent_nbytes
             arrival.release()
 
-        self._averages.append(self._runtime.launch(exchange()))
+        self._pending_averages.append(self._runtime.launch(exchange()))
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
@@ -571,20 +583,20 @@ class HookState:
         return {"step": self.step, "parameters": parameters, "shared": shared_state, "local": local_state}
 
     async def _restore(self) -> None:
-        assert self._loaded is not None
+        assert self._loaded_state is not None
         assert self._buckets is not None
-        state, self._loaded = self._loaded, None
+        state, self._loaded_state = self._loaded_state, None
         if not state["parameters"]:
             return
         if {str(bucket.index): bucket.layout for bucket in self._buckets} != state["parameters"]:
             raise CheckpointError("ddp_hook: this state was made with another model")
         rank = self._runtime.comm.rank
         local_state = state["local"] if state.get("rank", rank) == rank else {}
-        self._engine.reducer_states.check_own(local_state)
+        self._engine.reducer_states.check_local_state(local_state)
         self._engine.reducer_states.load_state_dict(state["shared"], local_state)
 
 
-def _sample_of(value: object) -> Tensor:
+def _compute_checksums(value: object) -> Tensor:
     """Returns a checksum and its square, whose sums over the ranks show if the value is equal on all."""
     checksum = zlib.crc32(repr(value).encode()) % 2**20
     return torch.tensor([checksum, checksum**2], dtype=torch.float64)
@@ -596,26 +608,26 @@ def _are_equal(sums: Tensor, size: int) -> bool:
     return bool(total**2 == size * squares)
 
 
-def _release(arrivals: Iterable[_Arrival]) -> None:
+def _release(arrivals: Iterable[_PendingBucket]) -> None:
     """Completes the futures of buckets after an error, so that DDP continues."""
     for arrival in arrivals:
         arrival.release()
 
 
-def _collective(reducer: Reducer) -> str:
+def _get_collective(reducer: Reducer) -> str:
     """Returns the name of the reducer's collective, by default ``direct``."""
     return getattr(reducer, "collective", "direct")
 
 
-def _reducer(how: str | Codec | Reducer) -> Reducer:
-    candidate: Any = how
-    if isinstance(how, str):
-        candidate = build("codec or reducer", how, CODECS | REDUCERS)
+def _build_reducer(compression: str | Codec | Reducer) -> Reducer:
+    candidate: Any = compression
+    if isinstance(compression, str):
+        candidate = build("codec or reducer", compression, CODECS | REDUCERS)
     if hasattr(candidate, "encode"):
         candidate = CodecReducer(candidate)
     if not isinstance(candidate, Reducer):
-        raise ConfigError(f"ddp_hook: {how!r} is neither a codec nor a reducer")
-    if COLLECTIVES[_collective(candidate)].by_backend:
+        raise ConfigError(f"ddp_hook: {compression!r} is neither a codec nor a reducer")
+    if COLLECTIVES[_get_collective(candidate)].is_native:
         raise Unsupported(
             "ddp_hook: gradients travel over connections of its own: use collective direct or ring"
         )

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farflung.comm import Purpose, collective_named, resolve_collective
+from farflung.comm import Purpose, find_collective, resolve_collective
 from farflung.errors import ConfigError
-from farflung.files import JsonLinesFile, deciding, json_lines
+from farflung.files import JsonLinesFile, read_json_lines, wrap_decision_errors
 from farflung.telemetry import Event
 from farflung.types import Communicator, Decision, Json, Payload, Tag
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 __all__ = [
     "COLLECTIVE",
     "DecisionLog",
-    "adopt_collectives",
-    "collectives_of",
+    "apply_collectives",
     "decide_by_rank_0",
-    "decision_json",
+    "format_decision",
     "read_decisions",
+    "resolve_collectives",
 ]
 
 
@@ -36,7 +36,7 @@ COLLECTIVE = "collective"
 """Name of the decision that resolves ``auto``; its step is the first of the run."""
 
 
-def collectives_of(nbytes: Iterable[int], size: int, profile: NetworkProfile | None) -> Json:
+def resolve_collectives(nbytes: Iterable[int], size: int, profile: NetworkProfile | None) -> Json:
     """Resolves ``auto`` for a run to the name of a collective for each tensor size, as the value of a decision.
 
     Args:
@@ -47,18 +47,18 @@ def collectives_of(nbytes: Iterable[int], size: int, profile: NetworkProfile | N
     return {str(n): resolve_collective(n, size, profile) for n in sorted(set(nbytes), reverse=True)}
 
 
-def adopt_collectives(comm: Communicator, decision: Decision) -> str:
+def apply_collectives(comm: Communicator, decision: Decision) -> str:
     """Sets the decided collectives in a communicator; returns their names, for the largest tensor first.
 
     Raises:
       ConfigError: The decision comes from the log of another kind of run.
     """
-    with deciding(decision.name, decision.step):
+    with wrap_decision_errors(decision.name, decision.step):
         chosen: Any = decision.value
-        comm.auto = {int(nbytes): str(name) for nbytes, name in chosen.items()}
-        for name in comm.auto.values():
-            collective_named(name)
-    return ", ".join(dict.fromkeys(comm.auto.values())) or "direct"
+        comm.auto_collectives = {int(nbytes): str(name) for nbytes, name in chosen.items()}
+        for name in comm.auto_collectives.values():
+            find_collective(name)
+    return ", ".join(dict.fromkeys(comm.auto_collectives.values())) or "direct"
 
 
 class DecisionLog:
@@ -69,7 +69,7 @@ class DecisionLog:
         go to files in a folder: with ``decisions.jsonl`` to ``decisions/rank-<r>.jsonl``. A file is created with its
         first decision.
       replay: Decisions to repeat; new ones that depend on time or arrival are then refused.
-      keep: True to collect decisions in :attr:`entries` if there is no file.
+      keep: True to collect decisions in :attr:`list_entries` if there is no file.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class DecisionLog:
         self.entries: list[Decision] = []
         """Decisions so far, if there is no file."""
         self._path, self._keep = path, keep
-        self._unwritten: deque[Decision] = deque()
+        self._pending: deque[Decision] = deque()
         self._replay = None if replay is None else {(d.name, d.step, d.rank): d for d in replay}
 
     def record(self, decision: Decision) -> None:
         """Adds a decision; safe to call from any thread, since it accesses no file."""
         if self._path is not None:
-            self._unwritten.append(decision)
+            self._pending.append(decision)
         elif self._keep:
             self.entries.append(decision)
 
@@ -99,27 +99,33 @@ class DecisionLog:
         """
         del event
         by_rank: dict[int | None, list[Decision]] = {}
-        while self._unwritten:
-            decision = self._unwritten.popleft()
+        while self._pending:
+            decision = self._pending.popleft()
             by_rank.setdefault(decision.rank, []).append(decision)
         for rank, decisions in by_rank.items():
             assert self._path is not None
             rank_path = self._path.with_suffix("") / f"rank-{rank}.jsonl"
             with JsonLinesFile(self._path if rank is None else rank_path) as lines:
                 for decision in decisions:
-                    lines.add(_content(decision))
+                    lines.add(_to_json(decision))
 
-    def replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
+    def find_replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
         """Returns a decision of the replayed run, or None if it did not make it."""
         return None if self._replay is None else self._replay.get((name, step, rank))
 
-    def first_replayed(self, name: str, step: int) -> int | None:
+    def find_replayed_step(self, name: str, step: int) -> int | None:
         """Returns the first step from ``step`` on with such a decision for all replicas in the replayed run."""
         keys = self._replay or ()
         return min((at for key, at, rank in keys if (key, rank) == (name, None) and at >= step), default=None)
 
     def decide(
-        self, name: str, step: int, local: Callable[[], Json], rank: int | None = None, *, timing: bool = True
+        self,
+        name: str,
+        step: int,
+        choose: Callable[[], Json],
+        rank: int | None = None,
+        *,
+        timing: bool = True,
     ) -> Decision:
         """Makes a decision, or repeats that of the replayed run, and records it.
 
@@ -134,7 +140,7 @@ class DecisionLog:
         Raises:
           ConfigError: The replayed run did not make the decision.
         """
-        decision = self.replayed(name, step, rank)
+        decision = self.find_replayed(name, step, rank)
         if decision is None:
             if self._replay is not None and timing:
                 whose = "" if rank is None else f" of rank {rank}"
@@ -142,17 +148,17 @@ class DecisionLog:
                     f"--replay: the log holds no decision {name!r}{whose} at step {step}: it is of another run, or "
                     "ends there"
                 )
-            decision = Decision(name, step, local(), timing, rank)
+            decision = Decision(name, step, choose(), timing, rank)
         self.record(decision)
         return decision
 
 
-def decision_json(decision: Decision) -> str:
+def format_decision(decision: Decision) -> str:
     """Formats a decision as one line of a log."""
-    return json.dumps(_content(decision), separators=(",", ":"))
+    return json.dumps(_to_json(decision), separators=(",", ":"))
 
 
-def _content(decision: Decision) -> dict[str, Json]:
+def _to_json(decision: Decision) -> dict[str, Json]:
     return {key: value for key, value in asdict(decision).items() if key != "rank" or value is not None}
 
 
@@ -168,16 +174,16 @@ def read_decisions(path: Path) -> list[Decision]:
     files = rank_paths if rank_paths and not path.exists() else [path, *rank_paths]
     decisions: list[Decision] = []
     for file in files:
-        json_lines(
+        read_json_lines(
             file,
             "not a decision; give the decisions.jsonl of a run",
-            lambda content: decisions.append(_decision(content)),
+            lambda content: decisions.append(_parse_decision(content)),
             ConfigError,
         )
     return decisions
 
 
-def _decision(content: dict[str, Json]) -> Decision:
+def _parse_decision(content: dict[str, Json]) -> Decision:
     name, step, value, timing = (content[key] for key in ("name", "step", "value", "timing"))
     rank = content.get("rank")
     if not (isinstance(name, str) and type(step) is int and isinstance(timing, bool)):
@@ -192,12 +198,12 @@ async def decide_by_rank_0(
     log: DecisionLog,
     name: str,
     step: int,
-    local: Callable[[], Json],
+    choose: Callable[[], Json],
     *,
     timing: bool = True,
     purpose: Purpose = Purpose.DECISION,
 ) -> Decision:
-    """Calls ``choose`` on rank 0 and broadcasts its value as JSON to all ranks.
+    """Calls ``choose_collective`` on rank 0 and broadcasts its value as JSON to all ranks.
 
     Args:
       comm: Communicator of the view whose rank 0 decides.
@@ -208,11 +214,11 @@ async def decide_by_rank_0(
       timing: True if it depends on time or arrival; see :class:`farflung.types.Decision`.
       purpose: Purpose of the messages.
     """
-    tag = Tag(purpose.at(step), zlib.crc32(name.encode()))
+    tag = Tag(purpose.build_exchange_id(step), zlib.crc32(name.encode()))
     if comm.rank != 0:
-        (text,) = (await comm.recv(0, tag)).tensors()
+        (text,) = (await comm.recv(0, tag)).iter_tensors()
         return Decision(name, step, json.loads(bytes(text.tolist())), timing)
-    decision = log.decide(name, step, local, timing=timing)
+    decision = log.decide(name, step, choose, timing=timing)
     text = torch.frombuffer(bytearray(json.dumps(decision.value).encode()), dtype=torch.uint8)
     for rank in range(1, comm.size):
         comm.send(Payload((text,)), rank, tag)

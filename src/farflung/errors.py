@@ -23,16 +23,16 @@ __all__ = [
     "DeadlinePassed",
     "FarflungError",
     "LabError",
-    "Left",
     "MissingExtra",
     "NonFinite",
     "PeerFailed",
     "PeerLost",
     "ProtocolError",
+    "ReplicaLeft",
+    "ReplicaSuspended",
     "RunLost",
     "StateOutdated",
     "StorageError",
-    "Suspended",
     "UnknownName",
     "Unsupported",
     "WaitEnded",
@@ -74,9 +74,9 @@ class UnknownName(ConfigError):
       known_names: Names in the registry.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        self.kind, self.name, self.known = kind, name, sorted(known)
-        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(self.known)}")
+    def __init__(self, kind: str, name: str, known_names: Iterable[str]) -> None:
+        self.kind, self.name, self.known_names = kind, name, sorted(known_names)
+        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(self.known_names)}")
 
 
 class Unsupported(ConfigError):
@@ -129,9 +129,9 @@ class MissingExtra(BadInput):
       extra: Name of the extra.
     """
 
-    def __init__(self, what: str, module: str, extra: str) -> None:
+    def __init__(self, feature: str, module: str, extra: str) -> None:
         self.module, self.extra = module, extra
-        super().__init__(f"{what} needs {module}: pip install 'farflung[{extra}]'")
+        super().__init__(f"{feature} needs {module}: pip install 'farflung[{extra}]'")
 
 
 class LabError(FarflungError):
@@ -142,7 +142,7 @@ class RunLost(FarflungError):
     """Failure of a running run, which cannot continue."""
 
 
-class Left(RunLost):
+class ReplicaLeft(RunLost):
     """Requested leave of this replica from an elastic run; the others continue without it."""
 
     exit_code = 0
@@ -152,11 +152,11 @@ class StateOutdated(FarflungError):
     """Outdated state of a joining replica, which must receive the state of the run again."""
 
 
-class Suspended(RunLost):
+class ReplicaSuspended(RunLost):
     """Suspension of this replica after silence; the others continue without it until it is admitted again."""
 
 
-class _OfRank(RunLost):
+class _PeerError(RunLost):
     """Failure of another replica that ended the run.
 
     Args:
@@ -164,17 +164,17 @@ class _OfRank(RunLost):
       detail: Description of the failure.
     """
 
-    words = ""
+    template = ""
 
     def __init__(self, rank: int, detail: str) -> None:
         self.rank, self.detail = rank, detail
-        super().__init__(f"{self.words.format(rank)}: {detail}")
+        super().__init__(f"{self.template.format(rank)}: {detail}")
 
 
-class PeerLost(_OfRank):
+class PeerLost(_PeerError):
     """Connection that a replica closed, or that was closed because a message of it was refused."""
 
-    words = "lost rank {}"
+    template = "lost rank {}"
 
 
 class DeadlinePassed(RunLost):
@@ -187,11 +187,11 @@ class DeadlinePassed(RunLost):
       reason: Reason to treat the rank as lost apart from the time; the message then explains how to wait longer.
     """
 
-    def __init__(self, rank: int | None, what: str, waited_s: float, *, why: str = "") -> None:
-        self.rank, self.what, self.waited_s = rank, what, waited_s
+    def __init__(self, rank: int | None, operation: str, waited_s: float, *, reason: str = "") -> None:
+        self.rank, self.operation, self.waited_s = rank, operation, waited_s
         peer = "any rank" if rank is None else f"rank {rank}"
-        longer = f"; {why}: to wait longer, raise deadline_s (--deadline)" if why else ""
-        super().__init__(f"lost {peer}: waited {waited_s:.1f} s for {what}{longer}")
+        longer = f"; {reason}: to wait longer, raise deadline_s (--deadline)" if reason else ""
+        super().__init__(f"lost {peer}: waited {waited_s:.1f} s for {operation}{longer}")
 
 
 class WaitEnded(FarflungError):
@@ -202,16 +202,16 @@ class WaitEnded(FarflungError):
       operation: Expected message or operation.
     """
 
-    def __init__(self, rank: int | None, what: str) -> None:
-        self.rank, self.what = rank, what
+    def __init__(self, rank: int | None, operation: str) -> None:
+        self.rank, self.operation = rank, operation
         peer = "any rank" if rank is None else f"rank {rank}"
-        super().__init__(f"a wait for {what} from {peer} was given up: it was forgotten")
+        super().__init__(f"a wait for {operation} from {peer} was given up: it was forgotten")
 
 
-class PeerFailed(_OfRank):
+class PeerFailed(_PeerError):
     """Replica that reported an error of its own."""
 
-    words = "rank {} failed"
+    template = "rank {} failed"
 
 
 class NonFinite(RunLost):
@@ -224,11 +224,11 @@ class NonFinite(RunLost):
       quantity: ``loss`` or ``gradient``.
     """
 
-    def __init__(self, step: int, ranks: Iterable[int], count: int, what: str = "loss") -> None:
-        self.step, self.ranks, self.count, self.what = step, sorted(ranks), count, what
+    def __init__(self, step: int, ranks: Iterable[int], count: int, quantity: str = "loss") -> None:
+        self.step, self.ranks, self.count, self.quantity = step, sorted(ranks), count, quantity
         affected_ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else f"{count} ranks"
         super().__init__(
-            f"non-finite {what} at step {step} on {affected_ranks}: stopped everywhere before the update; "
+            f"non-finite {quantity} at step {step} on {affected_ranks}: stopped everywhere before the update; "
             "lower the learning rate or look at the data there"
         )
 

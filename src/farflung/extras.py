@@ -6,10 +6,10 @@ from importlib.util import find_spec
 
 from farflung.errors import MissingExtra
 
-__all__ = ["need"]
+__all__ = ["require_modules"]
 
 
-def need(what: str, *modules: str, extra: str) -> None:
+def require_modules(feature: str, *modules: str, extra: str) -> None:
     """Checks that modules of an extra are installed, before they are imported.
 
     >>> require_modules("arithmetic", "math", extra="maths")
@@ -24,4 +24,4 @@ def need(what: str, *modules: str, extra: str) -> None:
     """
     for module in modules:
         if find_spec(module) is None:
-            raise MissingExtra(what, module, extra)
+            raise MissingExtra(feature, module, extra)

@@ -30,23 +30,23 @@ __all__ = [
     "JsonLinesFile",
     "RunFiles",
     "check_folder",
-    "deciding",
-    "drop_cut_line",
-    "held",
-    "json_lines",
-    "json_of",
-    "naming",
-    "number_pairs",
+    "drop_partial_line",
+    "load_toml",
+    "lock_folder",
+    "parse_json",
+    "prefix_errors",
+    "read_json_lines",
+    "read_number_pairs",
     "read_text",
-    "reading",
-    "toml_of",
+    "wrap_decision_errors",
+    "wrap_read_errors",
+    "wrap_write_errors",
+    "write_atomically",
     "write_json",
     "write_text",
-    "write_whole",
-    "writing",
 ]
 
-_DAMAGE = (
+_READ_ERRORS = (
     ArithmeticError,
     AttributeError,
     EOFError,
@@ -65,16 +65,18 @@ _DAMAGE = (
 """Errors that readers raise on malformed content; RuntimeError covers recursion and torch."""
 _BLOCK = 1 << 16
 _FLUSH_EVERY_S = 1.0
-_TOO_LONG = re.compile(r"\d{309}")
+_LONG_NUMBER = re.compile(r"\d{309}")
 """Pattern of a number with more digits than any float has."""
-_UNLOCKABLE = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
+_NO_LOCKS_ERRNOS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) -> Iterator[None]:
+def wrap_read_errors(
+    path: Path | str, problem: str, error_type: type[BadInput] = ConfigError
+) -> Iterator[None]:
     """Converts errors from reading a file or its content, within the context, to one that names the file.
 
     Args:
@@ -85,39 +87,39 @@ def reading(path: Path | str, wrong: str, kind: type[BadInput] = ConfigError) ->
     Raises:
       BadInput: Reading failed. The class is ``error_type``; farflung's own errors keep theirs and get the file's name.
     """
-    with naming(path):
+    with prefix_errors(path):
         try:
             yield
         except OSError as error:
-            raise kind(f"{path}: cannot be read ({error.strerror or error})") from None
-        except _DAMAGE as error:
-            raise kind(f"{path}: {wrong} ({_reason(error)})") from None
+            raise error_type(f"{path}: cannot be read ({error.strerror or error})") from None
+        except _READ_ERRORS as error:
+            raise error_type(f"{path}: {problem} ({_format_reason(error)})") from None
 
 
 @contextmanager
-def naming(where: Path | str) -> Iterator[None]:
+def prefix_errors(location: Path | str) -> Iterator[None]:
     """Adds ``location`` to errors within the context that lack it, except MissingExtra and StorageError."""
     try:
         yield
     except FarflungError as error:
-        if str(where) not in str(error) and not isinstance(error, MissingExtra | StorageError):
-            error.args = (f"{where}: {error}",)
+        if str(location) not in str(error) and not isinstance(error, MissingExtra | StorageError):
+            error.args = (f"{location}: {error}",)
         raise
 
 
-def _reason(error: BaseException) -> str:
+def _format_reason(error: BaseException) -> str:
     """Formats an error on one line of limited length."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-def deciding(name: str, step: int) -> AbstractContextManager[None]:
+def wrap_decision_errors(name: str, step: int) -> AbstractContextManager[None]:
     """Converts errors from the value of a logged decision, within the context, to one that names it.
 
     Raises:
       ConfigError: The value does not fit the decision.
     """
-    return reading(
+    return wrap_read_errors(
         f"--replay: decision {name!r} at step {step}",
         "not what this run decides; give the log of one like it",
     )
@@ -128,13 +130,13 @@ def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8-sig")
 
 
-def json_of(text: str) -> Json:
+def parse_json(text: str) -> Json:
     """Parses a JSON text; call this inside :func:`wrap_read_errors`.
 
     Raises:
       ValueError: The text is not JSON, or has an overlong number or invalid Unicode.
     """
-    if _TOO_LONG.search(text):
+    if _LONG_NUMBER.search(text):
         raise ValueError("a number of more than 308 digits")
     value: Json = json.loads(text)
     if "\\ud" in text.lower():
@@ -142,17 +144,17 @@ def json_of(text: str) -> Json:
     return value
 
 
-def toml_of(path: Path) -> dict[str, Any]:
+def load_toml(path: Path) -> dict[str, Any]:
     """Loads a TOML file.
 
     Raises:
       ConfigError: The file is missing or not TOML.
     """
-    with reading(path, "not TOML"):
+    with wrap_read_errors(path, "not TOML"):
         return tomllib.loads(read_text(path))
 
 
-def number_pairs(path: Path) -> list[tuple[float, float]]:
+def read_number_pairs(path: Path) -> list[tuple[float, float]]:
     """Reads two columns of a CSV file without a header; call this inside :func:`wrap_read_errors`.
 
     Raises:
@@ -162,8 +164,13 @@ def number_pairs(path: Path) -> list[tuple[float, float]]:
     return [(float(row[0]), float(row[1])) for row in rows]
 
 
-def json_lines(
-    path: Path, wrong: str, take: Callable[[Any], object], kind: type[BadInput], *, whole: bool = False
+def read_json_lines(
+    path: Path,
+    problem: str,
+    handle_value: Callable[[Any], object],
+    error_type: type[BadInput],
+    *,
+    is_strict: bool = False,
 ) -> None:
     """Reads a file of JSON lines and passes each value to a callback; a truncated last line is ignored.
 
@@ -177,17 +184,17 @@ def json_lines(
     Raises:
       BadInput: The file cannot be read or a line is malformed. The class is ``error_type``; the message names the line.
     """
-    with reading(path, "not text", kind):
+    with wrap_read_errors(path, "not text", error_type):
         *lines, last = read_text(path).split("\n")
-    if last and (whole or not _is_cut(last)):
+    if last and (is_strict or not _is_truncated(last)):
         lines.append(last)
     for number, line in enumerate(lines, start=1):
         if line:
-            with reading(f"{path}, line {number}", wrong, kind):
-                take(json_of(line))
+            with wrap_read_errors(f"{path}, line {number}", problem, error_type):
+                handle_value(parse_json(line))
 
 
-def _is_cut(line: str) -> bool:
+def _is_truncated(line: str) -> bool:
     """Returns True if a last line without a newline is the beginning of an object."""
     try:
         json.loads(line)
@@ -200,7 +207,7 @@ def _is_cut(line: str) -> bool:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def wrap_write_errors(path: Path) -> Iterator[None]:
     """Converts errors from writing a file or creating a folder, within the context, to one that names it.
 
     Raises:
@@ -212,13 +219,13 @@ def writing(path: Path) -> Iterator[None]:
         raise StorageError(path, error.strerror or str(error)) from None
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file atomically: ``write`` writes to a temporary path, which then replaces the file.
 
     Raises:
       StorageError: The file cannot be written.
     """
-    with writing(path):
+    with wrap_write_errors(path):
         # The name has no process id, since containers that share the folder have equal ids.
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
         try:
@@ -232,7 +239,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a text file atomically; see :func:`write_atomically`."""
-    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: Path, value: Json) -> None:
@@ -240,7 +247,7 @@ def write_json(path: Path, value: Json) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def drop_cut_line(path: Path) -> None:
+def drop_partial_line(path: Path) -> None:
     """Drops a truncated last line of a JSON lines file, with a warning, and adds a missing newline.
 
     Raises:
@@ -248,7 +255,7 @@ def drop_cut_line(path: Path) -> None:
     """
     if not path.exists():
         return
-    with writing(path), path.open("r+b") as file:
+    with wrap_write_errors(path), path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         tail = b""
         while end > 0 and b"\n" not in tail:
@@ -283,28 +290,28 @@ class JsonLinesFile:
       StorageError: The file cannot be written, at creation or at any later call.
     """
 
-    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+    def __init__(self, path: Path, *, should_overwrite: bool = False) -> None:
         self._path = path
-        with writing(path):
+        with wrap_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        if not fresh:
-            drop_cut_line(path)
-        with writing(path):
-            self._file = path.open("w" if fresh else "a", encoding="utf-8")
-        self._flushed = time.monotonic()
+        if not should_overwrite:
+            drop_partial_line(path)
+        with wrap_write_errors(path):
+            self._file = path.open("w" if should_overwrite else "a", encoding="utf-8")
+        self._last_flush_s = time.monotonic()
 
     def add(self, row: Mapping[str, Json], *, flush: bool = False) -> None:
         """Appends one line, flushed immediately with ``flush``, otherwise by the first call after a second."""
         time_s = time.monotonic()
-        with writing(self._path):
+        with wrap_write_errors(self._path):
             self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
-            if flush or time_s - self._flushed > _FLUSH_EVERY_S:
+            if flush or time_s - self._last_flush_s > _FLUSH_EVERY_S:
                 self._file.flush()
-                self._flushed = time_s
+                self._last_flush_s = time_s
 
     def close(self) -> None:
         """Flushes and closes the file."""
-        with writing(self._path):
+        with wrap_write_errors(self._path):
             self._file.close()
 
     def __enter__(self) -> Self:
@@ -332,36 +339,36 @@ class RunFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.json"
-        self.model = path / "model.safetensors"
-        self.summary = path / "summary.json"
+        self.config_path = path / "config.json"
+        self.model_path = path / "model.safetensors"
+        self.summary_path = path / "summary.json"
 
-    def stored_config(self) -> dict[str, Json]:
+    def load_config(self) -> dict[str, Json]:
         """Loads the settings of the run.
 
         Raises:
           CheckpointError: There is no run, or the file is damaged.
         """
-        if not self.config.exists():
-            raise CheckpointError(f"{self.path}: no run there ({self.config.name} is missing)")
-        return self.stored(self.config)
+        if not self.config_path.exists():
+            raise CheckpointError(f"{self.path}: no run there ({self.config_path.name} is missing)")
+        return self.load_json(self.config_path)
 
-    def stored_summary(self) -> dict[str, Json]:
+    def load_summary(self) -> dict[str, Json]:
         """Loads the summary of the run.
 
         Raises:
           CheckpointError: The run has not ended, or the file is damaged.
         """
-        return self.stored(self.summary)
+        return self.load_json(self.summary_path)
 
-    def stored(self, path: Path) -> dict[str, Json]:
+    def load_json(self, path: Path) -> dict[str, Json]:
         """Loads a file of the run that contains a JSON object.
 
         Raises:
           CheckpointError: The file is damaged.
         """
-        with reading(path, "damaged; start the run afresh", CheckpointError):
-            content = json_of(read_text(path))
+        with wrap_read_errors(path, "damaged; start the run afresh", CheckpointError):
+            content = parse_json(read_text(path))
             if not isinstance(content, dict):
                 raise TypeError(f"keys and values were due, not {type(content).__name__}")
             return content
@@ -374,13 +381,13 @@ def check_folder(path: Path) -> None:
       ConfigError: The path is a file.
       StorageError: The path cannot be accessed.
     """
-    with writing(path):
+    with wrap_write_errors(path):
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path}: a file: a run is kept in a folder")
 
 
 @contextmanager
-def held(folder: Path, what: str) -> Iterator[None]:
+def lock_folder(folder: Path, activity: str) -> Iterator[None]:
     """Locks a folder for the duration of the context, and creates it if necessary.
 
     The kernel releases the lock when this process ends for any reason.
@@ -395,9 +402,9 @@ def held(folder: Path, what: str) -> Iterator[None]:
     """
     check_folder(folder)
     path = folder / ".lock"
-    with writing(folder):
+    with wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with writing(path):
+    with wrap_write_errors(path):
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
@@ -406,12 +413,12 @@ def held(folder: Path, what: str) -> Iterator[None]:
             holder = os.pread(lock, 20, 0).decode(errors="replace").strip()
             process = f" (process {holder})" if holder else ""
             raise ConfigError(
-                f"{folder}: another command{process} {what} there: wait until it has ended"
+                f"{folder}: another command{process} {activity} there: wait until it has ended"
             ) from None
         except OSError as error:
-            if error.errno not in _UNLOCKABLE:  # set of a file system without locks
+            if error.errno not in _NO_LOCKS_ERRNOS:  # set of a file system without locks
                 raise StorageError(path, error.strerror or str(error)) from None
-        with writing(path):
+        with wrap_write_errors(path):
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         yield

@@ -19,36 +19,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from farflung._torch import after_backward, current_node, graph_task_id
+from farflung._torch import get_current_node, get_graph_task_id, queue_backward_callback
 from farflung.attach_checks import (
-    accumulates,
     check_optimizer,
-    check_sole,
-    check_whole,
-    held_by,
-    named,
+    check_tensors,
+    check_unwrapped,
+    format_names,
+    is_accumulating,
+    list_optimizer_parameters,
     needs_closure,
-    plain_optimizer,
+    unwrap_optimizer,
 )
-from farflung.comm import Endpoint, Purpose, collective_named
+from farflung.comm import Endpoint, Purpose, find_collective
 from farflung.config import ON_NONFINITE
 from farflung.engine import Engine, GradientBuckets, StepMetadata
 from farflung.engine.averaging import (
     average,
     broadcast,
-    relative_spread,
-    sketch,
-    sum_everywhere,
-    unlike,
+    compute_sketch,
+    find_unequal,
+    measure_spread,
+    sum_over_ranks,
 )
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
-from farflung.loop import Parts, fingerprint, optimizer_settings
-from farflung.moments import eval_state, kind_of
+from farflung.loop import Components, compute_fingerprint, describe_optimizer
+from farflung.moments import collect_eval_state, get_optimizer_name
 from farflung.rates import NoScaling
-from farflung.recipes import Recipe, recipe
-from farflung.reducers import summed_nbytes
+from farflung.recipes import Recipe, parse_recipe
+from farflung.reducers import list_summed_nbytes
 from farflung.schedules import SCHEDULES
-from farflung.spec import text_of
+from farflung.spec import format_spec
 from farflung.telemetry import Sink, Telemetry
 from farflung.types import Schedule, State
 from farflung.wall import LaunchEnv, WallRuntime
@@ -58,47 +58,51 @@ if TYPE_CHECKING:
     from farflung.network import NetworkProfile
     from farflung.sampling import Gain
 
-__all__ = ["Handle", "attach", "carries"]
+__all__ = ["Handle", "attach", "describe_attach_support"]
 
 T = TypeVar("T")
 
-_JOIN_S = 60.0
-_MOST_PASSES = 100
+_CONNECT_TIMEOUT_S = 60.0
+_MAX_PASSES = 100
 """Number of consecutive backward passes without a step after which the optimizer is taken never to step."""
-_COMPARED_EVERY = 1024
+_COMPARISON_PERIOD = 1024
 """Number of rounds between comparisons of equal replicas, in addition to the powers of two."""
-_TOLERATED = 1e-4
+_SPREAD_TOLERANCE = 1e-4
 """Largest relative distance of replicas that rounding on different devices can explain."""
 _STEP_IN_BACKWARD = (
     "an optimizer stepped, or a hook took a gradient away, while backward() was sending it: replicas would train "
     "apart. Step after backward()"
 )
-_UNEVEN = "; where ranks have unlike numbers of batches, put the loop inside handle.join()"
-_attached: list[Handle] = []
+_JOIN_HINT = "; where ranks have unlike numbers of batches, put the loop inside handle.join()"
+_active_handles: list[Handle] = []
 """Handles of this process that have not finished."""
 
 
-def carries(chosen: Recipe) -> str:
+def describe_attach_support(recipe: Recipe) -> str:
     """Returns ``yes`` if :func:`attach` supports the recipe, otherwise what it needs or why it is refused."""
-    parts = chosen.parts(0)
-    if reason := parts.schedule.attach_refusal or _left_to_the_loop(parts):
+    parts = recipe.build_components(0)
+    if reason := parts.schedule.attach_refusal or _explain_refusal(parts):
         return f"no: {reason}"
-    if chosen.sampler != "uniform":
-        return f"draw batches with sampler {chosen.members['sampler']}"
-    return "yes" if parts.stream.everything else f"draw batches with stream {chosen.members['stream']}"
+    if recipe.sampler != "uniform":
+        return f"draw batches with sampler {recipe.component_texts['sampler']}"
+    return (
+        "yes"
+        if parts.stream.has_random_access
+        else f"draw batches with stream {recipe.component_texts['stream']}"
+    )
 
 
-def _nearest(parts: Parts) -> str:
+def _suggest_changes(parts: Components) -> str:
     """Returns the changes that turn an unsupported recipe into the nearest supported one."""
-    changes = {"sharing": "none"} if parts.sharing.data_leaves_device else {}
+    changes = {"sharing": "none"} if parts.sharing.has_data_transfers else {}
     if parts.scaling != NoScaling():
         changes["scaling"] = "none"
     if parts.schedule.attach_refusal:
-        changes["schedule"] = text_of(_nearest_schedule(parts.schedule), SCHEDULES)
+        changes["schedule"] = format_spec(_find_nearest_schedule(parts.schedule), SCHEDULES)
     return ", ".join(f"{family}={text!r}" for family, text in changes.items())
 
 
-def _nearest_schedule(schedule: Schedule) -> Schedule:
+def _find_nearest_schedule(schedule: Schedule) -> Schedule:
     from farflung.schedules import AdaComm, LocalSGD, Pipelined, Synchronous
 
     match schedule:
@@ -109,25 +113,25 @@ def _nearest_schedule(schedule: Schedule) -> Schedule:
     return Synchronous()
 
 
-def _left_to_the_loop(parts: Parts) -> str:
+def _explain_refusal(parts: Components) -> str:
     """Returns why the recipe conflicts with an external training loop; empty if it does not."""
-    if parts.sharing.data_leaves_device:
+    if parts.sharing.has_data_transfers:
         return "it sees no samples and cannot send any to other replicas"
     return "" if parts.scaling == NoScaling() else "the learning rate is the loop's own"
 
 
-def _profile(network: NetworkProfile | str | None) -> NetworkProfile | None:
+def _load_profile(network: NetworkProfile | str | None) -> NetworkProfile | None:
     if not isinstance(network, str):
         return network
-    from farflung.network import network_profile
+    from farflung.network import find_network
 
-    return network_profile(network)
+    return find_network(network)
 
 
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    how: Recipe | str = "synchronous",
+    recipe: Recipe | str = "synchronous",
     *,
     seed: int = 0,
     deadline_s: float = 60.0,
@@ -139,7 +143,7 @@ def attach(
     sampler: ImportanceSampler | None = None,
     elastic: int = 0,
     quorum: str = "majority",
-    show: Sink | None = None,
+    sink: Sink | None = None,
 ) -> Handle:
     """Connects the replicas that torchrun, srun or mpirun started, so that they train ``model`` together.
 
@@ -188,46 +192,47 @@ def attach(
         the rendezvous address.
       RunLost: A replica did not connect in time.
     """
-    parsed_recipe = recipe(how) if isinstance(how, str) else how
-    parts = parsed_recipe.parts(seed)
-    if reason := parts.schedule.attach_refusal or _left_to_the_loop(parts):
+    parsed_recipe = parse_recipe(recipe) if isinstance(recipe, str) else recipe
+    parts = parsed_recipe.build_components(seed)
+    if reason := parts.schedule.attach_refusal or _explain_refusal(parts):
         raise Unsupported(
             f"attach cannot follow recipe {parsed_recipe.text}: {reason}; use farflung train, or this "
-            f"recipe.but({_nearest(parts)}), which comes nearest"
+            f"recipe.but({_suggest_changes(parts)}), which comes nearest"
         )
     if nonfinite not in (None, *ON_NONFINITE):
         raise ConfigError(
             f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"
         )
     if elastic and (
-        refusal := parts.needs_all or (sampler is not None and "an importance sampler needs all replicas")
+        refusal := parts.reason_all_needed
+        or (sampler is not None and "an importance sampler needs all replicas")
     ):
         raise ConfigError(f"attach: elastic: {refusal}")
     if quorum not in ("majority", "1"):
         raise ConfigError(f"attach: quorum {quorum!r}: must be 'majority' or '1'")
-    check_sole(model)
+    check_unwrapped(model)
     env = launch_env or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
     rank, size = env.rank, env.size
-    check_whole(model, is_alone=size == 1)
-    should_accumulate = partial(accumulates, optimizer)
-    optimizer = plain_optimizer(optimizer)
+    check_tensors(model, is_alone=size == 1)
+    should_accumulate = partial(is_accumulating, optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     check_optimizer(model, optimizer)
-    if any(handle.knows(model.parameters()) for handle in _attached):
+    if any(handle.is_attached_to(model.parameters()) for handle in _active_handles):
         raise ConfigError("attach: this model is attached already; call finish() on its handle first")
     if sampler is not None and (sampler.rank, sampler.size) != (rank, size):
         raise ConfigError(
             f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"
         )
-    profile = _profile(network)
+    profile = _load_profile(network)
     if store is None:
-        store = env.store(_JOIN_S)
+        store = env.connect_store(_CONNECT_TIMEOUT_S)
     buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)
     runtime = WallRuntime(
         rank,
         size,
         store,
         meeting="attach",
-        endpoint=endpoint.on(partial(env.interface, store)),
+        endpoint=endpoint.resolve_interface(partial(env.find_interface, store)),
         settings={
             **parsed_recipe.to_json(),
             "seed": seed,
@@ -236,18 +241,18 @@ def attach(
             "elastic": elastic,
             "quorum": quorum,
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
-            "model": fingerprint(model),
-            **optimizer_settings(optimizer),
+            "model": compute_fingerprint(model),
+            **describe_optimizer(optimizer),
         },
         deadline_s=deadline_s,
-        native=collective_named(parsed_recipe.collective).by_backend,
-        join_s=_JOIN_S,
+        is_native=find_collective(parsed_recipe.collective).is_native,
+        connect_timeout_s=_CONNECT_TIMEOUT_S,
         members=range(size) if elastic else None,
-        kept_nbytes=math.inf if elastic else None,
+        max_unreceived_nbytes=math.inf if elastic else None,
     )
     try:
-        runtime.view.left += _UNEVEN
-        runtime.expect(itertools.chain(model.parameters(), model.buffers()))
+        runtime.session.leave_detail += _JOIN_HINT
+        runtime.limit_messages(itertools.chain(model.parameters(), model.buffers()))
         if needs_closure(optimizer) and not parts.schedule.is_synchronous:
             raise Unsupported(
                 f"attach: {type(optimizer).__name__} computes gradients inside its step, which schedule "
@@ -261,15 +266,15 @@ def attach(
             seed=seed,
             optimizer=optimizer,
             on_nonfinite=nonfinite or "stop",
-            checks_gradients=nonfinite is not None,
+            should_check_gradients=nonfinite is not None,
         )
         gain = None if sampler is None else sampler.gain
         if gain is not None:
-            from farflung.sampling.gain import MeasuredGain
+            from farflung.sampling.gain import GainExtension
 
-            engine.extend(MeasuredGain(gain, runtime, parts.schedule, parts.reducer))
-        nbytes = summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
-        collective = runtime.settle_collective(parsed_recipe.collective, nbytes, network=profile)
+            engine.extend(GainExtension(gain, runtime, parts.schedule, parts.reducer))
+        nbytes = list_summed_nbytes(parts.reducer, [bucket.spec for bucket in buckets.buckets], size)
+        collective = runtime.resolve_collective(parsed_recipe.collective, nbytes, network=profile)
         handle = Handle(
             model,
             optimizer,
@@ -278,7 +283,7 @@ def attach(
             engine,
             parts.schedule,
             collective,
-            show,
+            sink,
             should_accumulate,
             profile,
             gain,
@@ -286,16 +291,16 @@ def attach(
         handle.start()
         if elastic and size > 1:
             from farflung.membership import Page
-            from farflung.wall.visits import elastic_on
+            from farflung.wall.visits import create_elastic
 
-            runtime.elastic = elastic_on(
+            runtime.elastic = create_elastic(
                 runtime,
                 range(size),
-                page=Page.inherited(),
+                page=Page.from_environment(),
                 least=elastic,
                 quorum=quorum,
                 patience_s=deadline_s,
-                reach=parts.schedule.reach,
+                reach=parts.schedule.max_steps_ahead,
             )
     except BaseException as error:
         runtime.close(error)
@@ -315,13 +320,13 @@ class Handle:
         engine: Engine,
         schedule: Schedule,
         collective: str,
-        show: Sink | None = None,
-        accumulating: Callable[[], bool] = lambda: False,
+        sink: Sink | None = None,
+        is_accumulating: Callable[[], bool] = lambda: False,
         network: NetworkProfile | None = None,
         gain: Gain | None = None,
     ) -> None:
-        self._telemetry = None if show is None else Telemetry(runtime.comm.rank, show)
-        self._told_s, self._told_waited_s = 0.0, 0.0
+        self._telemetry = None if sink is None else Telemetry(runtime.comm.rank, sink)
+        self._last_event_s, self._last_waited_s = 0.0, 0.0
         self.collective = collective
         """Name of the collective for all-reduces, with ``auto`` already resolved."""
         self.step = 0
@@ -329,20 +334,20 @@ class Handle:
         self._model, self._optimizer = model, optimizer
         self._runtime, self._buckets, self._engine = runtime, buckets, engine
         self._schedule, self._gain = schedule, gain
-        self._syncing, self._accumulating = True, accumulating
+        self._is_syncing, self._is_accumulating = True, is_accumulating
         self._network = network
         self._weight = 1.0
         self.is_finished = False
         """True after :meth:`finish`, :meth:`leave` or an error."""
-        self._tasks: dict[int, weakref.ref[_End] | None] = {}
+        self._tasks: dict[int, weakref.ref[_TaskEndCallback] | None] = {}
         """Autograd tasks of the current backward pass, by id; ``None`` for a task that has ended."""
         self._is_step_open = False
         """True if a backward pass ran since the optimizer's last step."""
         self._empty_passes = 0
         """Number of consecutive backward passes, with the current one, whose hooks saw no gradient."""
-        self._exchanged = False
+        self._has_exchanged = False
         """True if an exchange ran since the optimizer's last step."""
-        self._steps_by_itself = False
+        self._is_stepping_optimizer = False
         """True while farflung itself steps the optimizer, at the end or for a replica without data."""
         self._skipped_steps = 0
         """Number of consecutive steps that the loop skipped."""
@@ -354,24 +359,24 @@ class Handle:
         """Class name of another optimizer that has stepped on the same parameters since this one."""
         self._passes = 0
         """Number of backward passes before the current one since the optimizer's last step."""
-        self._is_apart = False
+        self._has_diverged = False
         """True if replicas were found to differ although they should be equal."""
-        self._warnings: set[str] = set()
+        self._issued_warnings: set[str] = set()
         """Kinds of warnings issued so far."""
         parameters = list(model.named_parameters())
-        self._trained = buckets.parameters
-        self._known = {id(p) for _, p in parameters}
-        self._left_out = [(name, p) for name, p in parameters if not p.requires_grad]
-        self._held = len(held_by(optimizer))
+        self._trainable_parameters = buckets.parameters
+        self._parameter_ids = {id(p) for _, p in parameters}
+        self._frozen_parameters = [(name, p) for name, p in parameters if not p.requires_grad]
+        self._num_optimizer_params = len(list_optimizer_parameters(optimizer))
         # A step may be compiled, but not the exchange.
         handle_step, handle_other_step = (
-            torch.compiler.disable(method) for method in (self._stepped, self._other_stepped)
+            torch.compiler.disable(method) for method in (self._handle_step, self._handle_other_step)
         )
         self._hooks = [
             optimizer.register_step_post_hook(lambda *_: handle_step()),
             register_optimizer_step_post_hook(lambda stepping, *_: handle_other_step(stepping)),
         ]
-        buckets.watch(self._gradient_arrives)
+        buckets.watch(self._handle_gradient)
 
     @property
     def rank(self) -> int:
@@ -394,7 +399,7 @@ class Handle:
         return (
             tuple(range(self._runtime.comm.size))
             if elastic is None
-            else elastic.at(self._engine.round_number).ranks
+            else elastic.find_change(self._engine.round_number).ranks
         )
 
     @property
@@ -413,36 +418,36 @@ class Handle:
         return self._engine.sent_nbytes
 
     @property
-    def sent(self) -> dict[str, list[int]]:
+    def sent_nbytes_by_purpose(self) -> dict[str, list[int]]:
         """Numbers of payload bytes sent to each rank so far, by :class:`farflung.comm.Purpose`.
 
         Exchanges in flight count with the bytes sent so far.
         """
-        return self._runtime.comm.sent.to_json()
+        return self._runtime.comm.sent_bytes.to_json()
 
     @property
     def waited_s(self) -> float:
         """Seconds for which the loop has waited for exchanges so far; the rest overlapped with computation."""
         return self._engine.times.waited_s
 
-    def knows(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def is_attached_to(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Returns True if any of the parameters belongs to this handle's model."""
-        return any(id(parameter) in self._known for parameter in parameters)
+        return any(id(parameter) in self._parameter_ids for parameter in parameters)
 
     def start(self) -> None:
         """Broadcasts rank 0's parameters and buffers; tensors that are equal already are not sent."""
-        atexit.register(self._abandon)
-        _attached.append(self)
+        atexit.register(self._abort)
+        _active_handles.append(self)
         tensors = [*self._model.parameters(), *self._model.buffers()]
-        indices = self._runtime.drive(unlike(self._runtime, tensors, 0, purpose=Purpose.START))
+        indices = self._runtime.drive(find_unequal(self._runtime, tensors, 0, purpose=Purpose.START))
         unequal = [tensors[index] for index in indices]
         self._runtime.drive(broadcast(self._runtime, unequal, 0, network=self._network))
         self._engine.restart()
-        self._told_s = self._runtime.now()
+        self._last_event_s = self._runtime.read_clock()
         if self._telemetry is not None:
-            self._telemetry.emit("begin", t=self._told_s, step=0)
+            self._telemetry.emit("begin", t=self._last_event_s, step=0)
 
-    def weigh(self, weight: float) -> None:
+    def set_weight(self, weight: float) -> None:
         """Sets this replica's weight in the mean from the next backward pass on, such as its share of a full batch.
 
         Raises:
@@ -460,11 +465,11 @@ class Handle:
         local steps exchange only when the optimizer steps and do not need this. Pipelined schedules refuse a second
         pass.
         """
-        self._syncing, was_syncing = False, self._syncing
+        self._is_syncing, was_syncing = False, self._is_syncing
         try:
             yield
         finally:
-            self._syncing = was_syncing
+            self._is_syncing = was_syncing
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -488,14 +493,14 @@ class Handle:
         first = self.step
         yield
         if self._is_step_open:
-            self._end_step(updated=False, in_pass=False)
+            self._end_step(has_updated=False, is_in_pass=False)
         steps = self.step - first
-        while self._answers():
+        while self._did_follow_step():
             pass
-        self.step = first + self._adopt(steps)
+        self.step = first + self._copy_longest_state(steps)
 
     @contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
+    def use_averaged_model(self) -> Iterator[nn.Module]:
         """Yields the model to evaluate or save, and restores this replica's own on exit.
 
         Running statistics are averaged, and so are parameters if replicas differ; with a pull they are the anchor.
@@ -503,14 +508,14 @@ class Handle:
         Raises:
           RunLost: :meth:`finish` was called before.
         """
-        from farflung.loop.evaluation import averaged
+        from farflung.loop.evaluation import apply_consensus
 
-        self._check_none_new()
+        self._check_no_new_parameters()
         self._end_skipped_step()
-        consensus = self._engine.consensus_parameters()
-        if consensus == {} and self._can_be_apart and self._measure_spread(part=1):
+        consensus = self._engine.get_consensus_parameters()
+        if consensus == {} and self._can_have_diverged and self._measure_spread(part=1):
             consensus = None  # something has changed them since the last exchange
-        context = averaged(self._runtime, self._model, self._engine.round_number, consensus)
+        context = apply_consensus(self._runtime, self._model, self._engine.round_number, consensus)
         self._runtime.drive(context.__aenter__())
         try:
             yield self._model
@@ -532,8 +537,8 @@ class Handle:
         tensors: dict[str, Tensor] = {
             name: buffer for name, buffer in self._model.named_buffers() if name in persistent
         }
-        if self._engine.diverged:
-            trainable = {id(p) for p in self._trained}
+        if self._engine.has_diverged:
+            trainable = {id(p) for p in self._trainable_parameters}
             tensors |= {name: p for name, p in self._model.named_parameters() if id(p) in trainable}
         return {
             "step": self.step,
@@ -570,7 +575,7 @@ class Handle:
         ):
             raise CheckpointError("this state was made with another model or other buckets")
         for flight in self._engine.flights:
-            self._runtime.drive(flight.started.bring())
+            self._runtime.drive(flight.exchange.wait())
         self._reset_step()
         with torch.no_grad():
             for name, value in saved_tensors.items():
@@ -588,9 +593,9 @@ class Handle:
             try:
                 self._flush()
             except BaseException as error:
-                self._end(error)
+                self._close(error)
                 raise
-            self._end(None)
+            self._close(None)
 
     def leave(self) -> None:
         """Leaves an elastic run (``attach(elastic=...)``) between two steps; the others continue.
@@ -607,11 +612,11 @@ class Handle:
             try:
                 self._runtime.elastic.leave().wait()
             except BaseException as error:
-                self._end(error)
+                self._close(error)
                 raise
         elif self.size > 1:
             raise Unsupported("leave() ends the run for all others: attach(elastic=...) lets them go on")
-        self._end(None)
+        self._close(None)
 
     def __enter__(self) -> Self:
         return self
@@ -622,13 +627,13 @@ class Handle:
         if error is None:
             self.finish()
         elif not self.is_finished:
-            self._end(error)
+            self._close(error)
 
     # --- inside autograd --------------------------------------------------------------------------------------
 
-    def _gradient_arrives(self, parameter: nn.Parameter) -> None:
+    def _handle_gradient(self, parameter: nn.Parameter) -> None:
         self._has_stepped = False
-        if not self._syncing or self._accumulating():
+        if not self._is_syncing or self._is_accumulating():
             return
         if not self._tasks:
             self._begin_pass(parameter)
@@ -638,7 +643,7 @@ class Handle:
 
     def _follow_task(self) -> None:
         """Registers a callback at the end of the current autograd task."""
-        task = graph_task_id()
+        task = get_graph_task_id()
         if task in self._tasks:
             return
         if any(end is not None and end() is None for end in self._tasks.values()):
@@ -646,19 +651,19 @@ class Handle:
                 f"the backward pass of step {self.step} broke off on rank {self.rank} while others took its gradients; "
                 "start again from a checkpoint"
             )
-        end = _End(self._task_ends, task)
+        end = _TaskEndCallback(self._handle_task_end, task)
         self._tasks[task] = weakref.ref(end)
-        after_backward(end)
+        queue_backward_callback(end)
 
     def _begin_pass(self, parameter: nn.Parameter) -> None:
-        self._check_all_known()
+        self._check_all_exchanged()
         if self._is_step_open:
             self._continue_step(parameter)
         if not self._engine.is_round_open:
             self._begin_round()
         self._is_step_open = True
         self._empty_passes += 1
-        self._buckets.arm(self._engine.bucket_ready)
+        self._buckets.arm(self._engine.handle_bucket)
 
     def _continue_step(self, parameter: nn.Parameter) -> None:
         """Determines if another backward pass before the step accumulates gradients or follows a skipped step.
@@ -671,44 +676,46 @@ class Handle:
         """
         if self._schedule.has_late_gradients:
             raise Unsupported(
-                f"a second backward pass before the step of {kind_of(self._optimizer)}: "
+                f"a second backward pass before the step of {get_optimizer_name(self._optimizer)}: "
                 f"{type(self._schedule).__name__} has sent the first one's gradients for a later step. Add losses up "
                 "for one backward(), or put all passes of a step but the last inside handle.no_sync()"
             )
-        symptom = f"took no step in {_MOST_PASSES} backward passes"
+        symptom = f"took no step in {_MAX_PASSES} backward passes"
         is_kept = self._buckets.has_kept_gradients(parameter)
         if not is_kept and (self._buckets.has_zeroed_gradients(parameter) or not self._buckets.is_finite()):
             # Gradients were zeroed in place or not finite, as when a GradScaler skips a step.
             self._skipped_steps += 1
-            if self._skipped_steps >= _MOST_PASSES:
+            if self._skipped_steps >= _MAX_PASSES:
                 raise Unsupported(self._describe_missing_step(symptom))
-            self._end_step(updated=False, in_pass=True)
+            self._end_step(has_updated=False, is_in_pass=True)
         elif self._engine.has_gradient_transfers(self.step):
             self._passes += 1
-            if self._passes >= _MOST_PASSES:
+            if self._passes >= _MAX_PASSES:
                 self._warn_once("step", self._describe_missing_step(symptom))
             if self._engine.is_round_open:
-                self._close_round(updated=False, in_pass=True)
+                self._close_round(has_updated=False, is_in_pass=True)
         elif not is_kept:
-            sums = sketch(self._trained)
+            sums = compute_sketch(self._trainable_parameters)
             if self._sketch_of_open_step is not None and not torch.equal(sums, self._sketch_of_open_step):
                 raise Unsupported(self._describe_missing_step("takes no step, while parameters change"))
             self._sketch_of_open_step = sums
 
-    def _check_none_new(self) -> None:
+    def _check_no_new_parameters(self) -> None:
         """Raises ConfigError if trainable parameters were created after :func:`attach`."""
         if names := [
-            name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in self._known
+            name
+            for name, p in self._model.named_parameters()
+            if p.requires_grad and id(p) not in self._parameter_ids
         ]:
             raise ConfigError(
-                f"the model has parameters that were made after attach(), unlike on each rank: {named(names)}; "
+                f"the model has parameters that were made after attach(), unlike on each rank: {format_names(names)}; "
                 "finish() and attach() again"
             )
 
-    def _describe_missing_step(self, what: str) -> str:
+    def _describe_missing_step(self, symptom: str) -> str:
         hint = f"; {self._other_optimizer} did" if self._other_optimizer else ""
         return (
-            f"{kind_of(self._optimizer)}, which attach() was given, {what}{hint}, and {type(self._schedule).__name__} "
+            f"{get_optimizer_name(self._optimizer)}, which attach() was given, {symptom}{hint}, and {type(self._schedule).__name__} "
             "counts its steps: attach the optimizer whose step() runs; updates by hand need a synchronous recipe"
         )
 
@@ -716,24 +723,24 @@ class Handle:
         """Plans the exchanges of a backward pass."""
         number = self._engine.round_number
         if not number & (number - 1):
-            self._check_none_new()
-        if self._schedule.moves_gradients:
-            self._compare(has_data=has_data)
+            self._check_no_new_parameters()
+        if self._schedule.is_gradient_only:
+            self._compare_replicas(has_data=has_data)
         weight = self._weight if has_data else 0.0
-        self._engine.begin(self.step, StepMetadata(0.0, weight, is_exhausted=not has_data))
+        self._engine.begin_round(self.step, StepMetadata(0.0, weight, is_exhausted=not has_data))
 
-    def _compare(self, *, has_data: bool) -> None:
+    def _compare_replicas(self, *, has_data: bool) -> None:
         """Compares replicas that step on equal means, at growing intervals; warns once if they differ."""
         count = self._engine.round_number
-        if not count or (count & (count - 1) and count % _COMPARED_EVERY):
+        if not count or (count & (count - 1) and count % _COMPARISON_PERIOD):
             return
         spread = self._measure_spread(has_data=has_data)
-        self._is_apart |= spread > 0
-        if spread > _TOLERATED:
+        self._has_diverged |= spread > 0
+        if spread > _SPREAD_TOLERANCE:
             self._warn_once(
                 "apart",
                 f"replicas have come apart by {spread:.1g} of their parameters' norm by step {self.step}, though their "
-                f"gradients are equal: something beside the steps of {kind_of(self._optimizer)} changes parameters "
+                f"gradients are equal: something beside the steps of {get_optimizer_name(self._optimizer)} changes parameters "
                 "unlike on each rank, such as noise drawn with unlike seeds. finish() averages them",
             )
 
@@ -742,16 +749,16 @@ class Handle:
             return 0.0
         number = self._engine.round_number
         return self._runtime.drive(
-            relative_spread(self._runtime, self._trained, number, part=part, takes_part=has_data)
+            measure_spread(self._runtime, self._trainable_parameters, number, part=part, is_compared=has_data)
         )
 
-    def _task_ends(self, task: int) -> None:
+    def _handle_task_end(self, task: int) -> None:
         """Ends the pass with the outermost autograd task; inner tasks are of reentrant checkpoints."""
         self._tasks[task] = None
-        outer = current_node()
+        outer = get_current_node()
         if outer is None:
             self._tasks.clear()
-            self._backward_ends()
+            self._finish_backward()
             return
 
         def follow_outer_task(*_: object) -> None:
@@ -761,28 +768,28 @@ class Handle:
 
         hook = outer.register_hook(follow_outer_task)
 
-    def _backward_ends(self) -> None:
+    def _finish_backward(self) -> None:
         self._buckets.finish()
         if self._empty_passes > 1 or self._buckets.has_replaced_gradients():
             raise Unsupported(_STEP_IN_BACKWARD)
-        if not self._runtime.drive(self._engine.settle()):
+        if not self._runtime.drive(self._engine.merge_gradients()):
             self._buckets.clear()
-        self._exchanged = True
-        if self._schedule.moves_gradients:
-            self._close_round(updated=True, in_pass=False)
+        self._has_exchanged = True
+        if self._schedule.is_gradient_only:
+            self._close_round(has_updated=True, is_in_pass=False)
 
     # --- around the optimizer ---------------------------------------------------------------------------------
 
-    def _stepped(self) -> None:
-        if self._steps_by_itself or not (self._is_step_open or self._has_gradients()):
+    def _handle_step(self) -> None:
+        if self._is_stepping_optimizer or not (self._is_step_open or self._has_gradients()):
             return
         self._has_stepped = None if self._has_stepped is None else True
-        if not self._exchanged:  # otherwise the backward pass has checked them
-            self._check_all_known()
-            if not self._schedule.moves_gradients and not self._engine.has_gradient_transfers(self.step):
+        if not self._has_exchanged:  # otherwise the backward pass has checked them
+            self._check_all_exchanged()
+            if not self._schedule.is_gradient_only and not self._engine.has_gradient_transfers(self.step):
                 self._begin_round()  # its gradients come from no_sync() or torch.func
             elif self.size > 1 and self._has_gradients():
-                self._is_apart = True
+                self._has_diverged = True
                 self._warn_once(
                     "exchange",
                     f"an optimizer step on rank {self.rank} followed no exchange since step {self.step}: replicas "
@@ -790,48 +797,54 @@ class Handle:
                     "torch.autograd.grad or torch.func are not",
                 )
         self._skipped_steps, self._other_optimizer = 0, ""
-        self._end_step(updated=True, in_pass=False)
+        self._end_step(has_updated=True, is_in_pass=False)
 
-    def _other_stepped(self, other: torch.optim.Optimizer) -> None:
+    def _handle_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Records a step of any other optimizer in this process.
 
         Raises:
           Unsupported: It steps inside backward, or changes parameters after their change was exchanged.
         """
-        if other is self._optimizer or not any(id(p) in self._known for p in held_by(other)):
+        if optimizer is self._optimizer or not any(
+            id(p) in self._parameter_ids for p in list_optimizer_parameters(optimizer)
+        ):
             return
-        if graph_task_id() >= 0:
+        if get_graph_task_id() >= 0:
             raise Unsupported(_STEP_IN_BACKWARD)
-        self._other_optimizer = kind_of(other)
-        if not self._has_stepped or self._schedule.moves_gradients:
+        self._other_optimizer = get_optimizer_name(optimizer)
+        if not self._has_stepped or self._schedule.is_gradient_only:
             return
-        unoptimized_ids = self._known - {id(p) for p in held_by(self._optimizer)}
-        if any(p.grad is not None and id(p) in unoptimized_ids for p in held_by(other)):
+        unoptimized_ids = self._parameter_ids - {id(p) for p in list_optimizer_parameters(self._optimizer)}
+        if any(p.grad is not None and id(p) in unoptimized_ids for p in list_optimizer_parameters(optimizer)):
             raise Unsupported(
-                f"{kind_of(other)} steps after {kind_of(self._optimizer)}, which attach() was given, on other "
+                f"{get_optimizer_name(optimizer)} steps after {get_optimizer_name(self._optimizer)}, which attach() was given, on other "
                 f"parameters of the model: {type(self._schedule).__name__} exchanges what steps have changed when the "
                 "attached one has stepped. Attach the optimizer that steps last"
             )
 
     def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._warnings:
-            self._warnings.add(kind)
+        if kind not in self._issued_warnings:
+            self._issued_warnings.add(kind)
             warnings.warn(text, stacklevel=3)
 
     def _has_gradients(self) -> bool:
-        return any(p.grad is not None for p in held_by(self._optimizer))
+        return any(p.grad is not None for p in list_optimizer_parameters(self._optimizer))
 
-    def _check_all_known(self) -> None:
+    def _check_all_exchanged(self) -> None:
         """Raises ConfigError if a parameter was unfrozen or added to the optimizer after :func:`attach`."""
-        if self._left_out and (unfrozen := [name for name, p in self._left_out if p.requires_grad]):
+        if self._frozen_parameters and (
+            unfrozen := [name for name, p in self._frozen_parameters if p.requires_grad]
+        ):
             raise ConfigError(
-                f"parameters were frozen when attach() was called, and would train apart now: {named(unfrozen)}; "
+                f"parameters were frozen when attach() was called, and would train apart now: {format_names(unfrozen)}; "
                 "finish() and attach() again after unfreezing"
             )
         count = 0
         for group in self._optimizer.param_groups:
             count += len(group["params"])
-        if count != self._held and not all(id(p) in self._known for p in held_by(self._optimizer)):
+        if count != self._num_optimizer_params and not all(
+            id(p) in self._parameter_ids for p in list_optimizer_parameters(self._optimizer)
+        ):
             raise ConfigError(
                 "the optimizer was given parameters after attach(), which would train apart: finish() and attach() "
                 "again"
@@ -842,9 +855,9 @@ class Handle:
         if self._engine.is_round_open and (
             not self._buckets.is_finite() or self._buckets.has_zeroed_gradients()
         ):
-            self._end_step(updated=False, in_pass=False)
+            self._end_step(has_updated=False, is_in_pass=False)
 
-    def _end_step(self, *, updated: bool, in_pass: bool) -> None:
+    def _end_step(self, *, has_updated: bool, is_in_pass: bool) -> None:
         """Ends a step of the optimizer.
 
         Args:
@@ -852,76 +865,76 @@ class Handle:
           is_in_pass: True if the next backward pass runs already, so that parameters must not change.
         """
         if self._engine.is_round_open:
-            self._close_round(updated=updated, in_pass=in_pass)
+            self._close_round(has_updated=has_updated, is_in_pass=is_in_pass)
         self._reset_step()
         self.step += 1
         self._runtime.events += 1
-        self._tell()
+        self._report_step()
 
     def _reset_step(self) -> None:
         """Resets the state kept about backward passes since the optimizer's last step."""
-        self._is_step_open = self._exchanged = False
+        self._is_step_open = self._has_exchanged = False
         self._passes, self._sketch_of_open_step = 0, None
 
-    def _close_round(self, *, updated: bool, in_pass: bool) -> None:
-        self._runtime.drive(self._engine.finish(updated=updated, applies=not in_pass))
+    def _close_round(self, *, has_updated: bool, is_in_pass: bool) -> None:
+        self._runtime.drive(self._engine.finish_round(has_updated=has_updated, should_apply=not is_in_pass))
 
     @property
-    def _can_be_apart(self) -> bool:
+    def _can_have_diverged(self) -> bool:
         """Returns True if replicas may differ after all exchanges are merged, such as with local steps."""
-        return self._is_apart or not self._schedule.moves_gradients
+        return self._has_diverged or not self._schedule.is_gradient_only
 
-    def _tell(self) -> None:
+    def _report_step(self) -> None:
         """Emits the event of a completed step, which lasts from the end of the previous one."""
         if self._telemetry is None:
             return
-        begin_s, begin_waited_s = self._told_s, self._told_waited_s
-        self._told_s, self._told_waited_s = self._runtime.now(), self.waited_s
+        begin_s, begin_waited_s = self._last_event_s, self._last_waited_s
+        self._last_event_s, self._last_waited_s = self._runtime.read_clock(), self.waited_s
         self._telemetry.emit(
             "step",
-            t=self._told_s,
+            t=self._last_event_s,
             step=self.step - 1,
-            duration_s=self._told_s - begin_s,
-            exposed_s=self._told_waited_s - begin_waited_s,
+            duration_s=self._last_event_s - begin_s,
+            exposed_s=self._last_waited_s - begin_waited_s,
             bytes_sent=self.sent_nbytes,
             in_flight=len({flight.step for flight in self._engine.flights}),
-            **({} if self._gain is None else {"rule": self._gain.rule, **self._gain.told()}),
+            **({} if self._gain is None else {"rule": self._gain.rule, **self._gain.get_stats()}),
         )
 
-    def _answers(self) -> bool:
+    def _did_follow_step(self) -> bool:
         """Takes part in a step without data; returns True if any replica had data."""
         self._begin_round(has_data=False)
-        self._buckets.without_data(self._engine.bucket_ready)
-        has_gradient = self._runtime.drive(self._engine.settle())
-        outcome = self._runtime.drive(self._engine.finish(updated=has_gradient))
+        self._buckets.fill_zeros(self._engine.handle_bucket)
+        has_gradient = self._runtime.drive(self._engine.merge_gradients())
+        outcome = self._runtime.drive(self._engine.finish_round(has_updated=has_gradient))
         self.step += 1
         self._runtime.events += 1
         has_data = outcome.num_exhausted < self.size
         if has_data and has_gradient:
-            self._step_by_itself()
+            self._step_optimizer()
         self._buckets.clear()
         return has_data
 
-    def _step_by_itself(self) -> None:
-        self._steps_by_itself = True
+    def _step_optimizer(self) -> None:
+        self._is_stepping_optimizer = True
         try:
             self._optimizer.step()
         finally:
-            self._steps_by_itself = False
+            self._is_stepping_optimizer = False
 
-    def _adopt(self, steps: int) -> int:
+    def _copy_longest_state(self, steps: int) -> int:
         """Copies parameters and optimizer state from a replica with the most steps; returns their number."""
         counts = torch.zeros(self.size, dtype=torch.float64)
         counts[self.rank] = steps
-        number, purpose = self._engine.round_number, Purpose.JOIN
+        number, purpose = self._engine.round_number, Purpose.UNEVEN_INPUTS
         _, total = self._runtime.drive(
-            sum_everywhere(self._runtime, torch.empty(0), counts, number, purpose=purpose)
+            sum_over_ranks(self._runtime, torch.empty(0), counts, number, purpose=purpose)
         )
         state = self._optimizer.state
         tensors: list[Tensor] = list(self._model.parameters())
         tensors += [
             value
-            for p in held_by(self._optimizer)
+            for p in list_optimizer_parameters(self._optimizer)
             for _, value in sorted(state.get(p, {}).items())
             if isinstance(value, Tensor)
         ]
@@ -934,65 +947,69 @@ class Handle:
     def _flush(self) -> None:
         async def update(step: int) -> None:
             del step  # the loop's own learning-rate schedule has ended
-            self._step_by_itself()
+            self._step_optimizer()
 
         if self._is_step_open:
-            self._end_step(updated=False, in_pass=False)
+            self._end_step(has_updated=False, is_in_pass=False)
         if self._other_optimizer:
             # Sends the change it made since the last step.
-            self._runtime.drive(self._engine.finish(updated=True, applies=False))
+            self._runtime.drive(self._engine.finish_round(has_updated=True, should_apply=False))
         number = self._engine.round_number
         self._runtime.drive(self._engine.flush(update))
-        if self._can_be_apart and (spread := self._measure_spread(part=2)):
-            parameters = [p.detach() for p in self._trained]
+        if self._can_have_diverged and (spread := self._measure_spread(part=2)):
+            parameters = [p.detach() for p in self._trainable_parameters]
             self._runtime.drive(average(self._runtime, parameters, number, Purpose.COMPARISON, first_part=3))
-            if spread > _TOLERATED and not self._warnings:
+            if spread > _SPREAD_TOLERANCE and not self._issued_warnings:
                 self._warn_once(
                     "finish",
                     f"finish() has averaged replicas that had come apart by {spread:.1g} of their parameters' norm: "
-                    f"something has changed them after the last step of {kind_of(self._optimizer)}, such as another "
+                    f"something has changed them after the last step of {get_optimizer_name(self._optimizer)}, such as another "
                     "optimizer. Attach the one that steps last",
                 )
-        if not self._schedule.moves_gradients and (state := eval_state(self._optimizer, self._trained)):
+        if not self._schedule.is_gradient_only and (
+            state := collect_eval_state(self._optimizer, self._trainable_parameters)
+        ):
             self._runtime.drive(average(self._runtime, state, number, Purpose.MOMENTS))
         if self._runtime.elastic is not None:
             self._runtime.drive(self._runtime.elastic.finish(number))
 
     # --- the end ----------------------------------------------------------------------------------------------
 
-    def _end(self, error: BaseException | None) -> None:
+    def _close(self, error: BaseException | None) -> None:
         self.is_finished = True
-        atexit.unregister(self._abandon)
-        if self in _attached:
-            _attached.remove(self)
+        atexit.unregister(self._abort)
+        if self in _active_handles:
+            _active_handles.remove(self)
         self._buckets.remove()
         for hook in self._hooks:
             hook.remove()
         if error is None and self.size > 1:
-            _say_if_it_goes_on(self._optimizer, self.rank)
+            _warn_on_later_step(self._optimizer, self.rank)
         self._runtime.close(error)
 
-    def _abandon(self) -> None:
-        self._end(RunLost(f"rank {self.rank} ended without finish()"))
+    def _abort(self) -> None:
+        self._close(RunLost(f"rank {self.rank} ended without finish()"))
 
 
-class _End:
+class _TaskEndCallback:
     """Callback at the end of an autograd task; only autograd refers to it, so it is freed if the task fails."""
 
-    def __init__(self, ended: Callable[[int], None], task: int) -> None:
-        self._ended, self._task = ended, task
+    def __init__(self, on_end: Callable[[int], None], task: int) -> None:
+        self._on_end, self._task = on_end, task
 
     def __call__(self) -> None:
-        self._ended(self._task)
+        self._on_end(self._task)
 
 
-def _say_if_it_goes_on(optimizer: torch.optim.Optimizer, rank: int) -> None:
+def _warn_on_later_step(optimizer: torch.optim.Optimizer, rank: int) -> None:
     """Warns at the next step of an optimizer whose handle has finished, unless it is attached again by then."""
     has_warned = False
 
     def warn_once(*_: object) -> None:
         nonlocal has_warned
-        if not has_warned and not any(handle.knows(held_by(optimizer)) for handle in _attached):
+        if not has_warned and not any(
+            handle.is_attached_to(list_optimizer_parameters(optimizer)) for handle in _active_handles
+        ):
             has_warned = True
             warnings.warn(
                 f"rank {rank} trains on after finish(), and nothing is exchanged any more: attach() again to go on "

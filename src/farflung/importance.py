@@ -14,21 +14,21 @@ from torch.utils.data import DataLoader, Sampler
 from typing_extensions import override
 
 from farflung.errors import CheckpointError, ConfigError
-from farflung.options import choice_option, whole_option
-from farflung.sampling import Gain, Uniform
-from farflung.sampling.rules import CANDIDATES, NEVER, TWO_STAGE, Rule
-from farflung.sampling.scores import check_scores, scores_by
-from farflung.seeding import derive, generator
-from farflung.types import PoolView, SampleIds, ScoredBy, State
+from farflung.options import check_choice, check_integer
+from farflung.sampling import Gain, UniformSampler
+from farflung.sampling.rules import CANDIDATES_PER_SAMPLE, SCORE_RULES, UNSCORED, DrawRule
+from farflung.sampling.scores import check_scores, compute_scores
+from farflung.seeding import create_generator, derive_seed
+from farflung.types import DrawContext, SampleIds, ScoreKind, State
 from farflung.wall import LaunchEnv
 
-__all__ = ["Batches", "Drawn", "ImportanceSampler"]
+__all__ = ["BatchIterator", "DrawnBatch", "ImportanceSampler"]
 
 _NAME = "ImportanceSampler"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class DrawnBatch:
     """Samples that an :class:`ImportanceSampler` drew for one batch.
 
     Args:
@@ -39,7 +39,7 @@ class Drawn:
     ids: SampleIds
     weights: Tensor
 
-    def weigh(self, losses: Tensor) -> Tensor:
+    def reduce_losses(self, losses: Tensor) -> Tensor:
         """Returns the weighted mean of the batch's losses, on which to call ``backward()``.
 
         Args:
@@ -84,34 +84,38 @@ class _Pass:
     """
 
     def __init__(self, sampler: ImportanceSampler) -> None:
-        self._sampler, self._begun = sampler, False
-        self.given = 0
+        self._sampler, self._has_started = sampler, False
+        self.num_delivered = 0
         """Number of batches delivered to the loop."""
-        self.asked: deque[_Candidates] = deque()
+        self.requested_candidates: deque[_Candidates] = deque()
         """Candidates that the loader has requested and the loop has not received."""
-        self.left: deque[_Candidates] = deque()
+        self.saved_candidates: deque[_Candidates] = deque()
         """Candidates from a checkpoint that this loader has not requested yet."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
 
     def __next__(self) -> list[int]:
-        if not self._begun:  # a loader may create two passes and use only the second
-            self._begun = True
-            if (resumed_pass := self._sampler._resumed) is not None:
-                self.given, self.left, self._sampler._resumed = resumed_pass.given, resumed_pass.left, None
-        if self.left:
-            candidates = self.left.popleft()
-        elif self.given + len(self.asked) < len(self._sampler):
-            candidates = self._sampler._choose()
+        if not self._has_started:  # a loader may create two passes and use only the second
+            self._has_started = True
+            if (resumed_pass := self._sampler._resumed_pass) is not None:
+                self.num_delivered, self.saved_candidates, self._sampler._resumed_pass = (
+                    resumed_pass.num_delivered,
+                    resumed_pass.saved_candidates,
+                    None,
+                )
+        if self.saved_candidates:
+            candidates = self.saved_candidates.popleft()
+        elif self.num_delivered + len(self.requested_candidates) < len(self._sampler):
+            candidates = self._sampler._choose_candidates()
         else:
             raise StopIteration
-        self.asked.append(candidates)
+        self.requested_candidates.append(candidates)
         ids: list[int] = self._sampler.share[candidates.places].tolist()
         return ids
 
 
-class Batches(Iterator[tuple[Drawn, Any]]):
+class BatchIterator(Iterator[tuple[DrawnBatch, Any]]):
     """Iterator over the batches of one pass; see :meth:`ImportanceSampler.iter_batches`."""
 
     def __init__(
@@ -122,28 +126,30 @@ class Batches(Iterator[tuple[Drawn, Any]]):
         losses: Callable[[nn.Module, Any], Tensor],
     ) -> None:
         self._sampler, self._model, self._losses = sampler, model, losses
-        self._loaded = iter(loader)
-        self._pass, self._next = sampler._made, list[Any]()
+        self._loader_iterator = iter(loader)
+        self._pass, self._next_batch = sampler._current_pass, list[Any]()
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         """Loads and scores the next candidates unless that is done or the pass ends.
 
         Call this between ``backward()`` and the optimizer's step to overlap scoring with the exchange of gradients
         under :func:`farflung.attach`. Otherwise candidates are scored when the next batch is requested.
         """
-        if not self._next and (batch := next(self._loaded, self)) is not self:
-            self._next.append(batch)
-            candidates = self._pass.asked[0]
+        if not self._next_batch and (batch := next(self._loader_iterator, self)) is not self:
+            self._next_batch.append(batch)
+            candidates = self._pass.requested_candidates[0]
             if candidates.scores is None:
-                self._sampler._score(candidates, self._model, lambda model: self._losses(model, batch))
+                self._sampler._score_candidates(
+                    candidates, self._model, lambda model: self._losses(model, batch)
+                )
 
     @override
-    def __next__(self) -> tuple[Drawn, Any]:
-        self.ahead()
-        if not self._next:
+    def __next__(self) -> tuple[DrawnBatch, Any]:
+        self.prefetch()
+        if not self._next_batch:
             raise StopIteration
-        self._pass.given += 1
-        return self._sampler._draw(self._pass.asked.popleft(), self._next.pop())
+        self._pass.num_delivered += 1
+        return self._sampler._draw_batch(self._pass.requested_candidates.popleft(), self._next_batch.pop())
 
 
 class ImportanceSampler(Sampler[list[int]]):
@@ -200,8 +206,8 @@ class ImportanceSampler(Sampler[list[int]]):
         batch_size: int,
         *,
         rule: Literal["auto", "pool", "two"] = "auto",
-        candidates: int = CANDIDATES,
-        scored_by: ScoredBy = "gradient_bound",
+        candidates: int = CANDIDATES_PER_SAMPLE,
+        scored_by: ScoreKind = "gradient_bound",
         smoothing: float = 0.02,
         seed: int = 0,
         rank: int | None = None,
@@ -215,17 +221,17 @@ class ImportanceSampler(Sampler[list[int]]):
             else:
                 env = LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
                 rank, size = env.rank, env.size
-        whole_option(_NAME, "size", size, 1)
-        whole_option(_NAME, "rank", rank, 0, size - 1)
-        whole_option(_NAME, "batch_size", batch_size, 1)
-        whole_option(_NAME, "seed", seed, 0)
-        whole_option(_NAME, "candidates", candidates, 1)
-        choice_option(_NAME, "scored_by", scored_by, get_args(ScoredBy))
-        choice_option(_NAME, "rule", rule, TWO_STAGE)
-        self._rule = Rule(_NAME, smoothing, derive(seed, "rule", rank))
+        check_integer(_NAME, "size", size, 1)
+        check_integer(_NAME, "rank", rank, 0, size - 1)
+        check_integer(_NAME, "batch_size", batch_size, 1)
+        check_integer(_NAME, "seed", seed, 0)
+        check_integer(_NAME, "candidates", candidates, 1)
+        check_choice(_NAME, "scored_by", scored_by, get_args(ScoreKind))
+        check_choice(_NAME, "rule", rule, SCORE_RULES)
+        self._rule = DrawRule(_NAME, smoothing, derive_seed(seed, "rule", rank))
         self.gain = Gain(rule)
         """Predicted gain of importance sampling; over all ranks if :func:`farflung.attach` has this sampler."""
-        self._uniform = Uniform(derive(seed, "uniform", rank))
+        self._uniform = UniformSampler(derive_seed(seed, "uniform", rank))
         try:
             samples = len(dataset)
         except TypeError:
@@ -241,11 +247,11 @@ class ImportanceSampler(Sampler[list[int]]):
         """Index of this rank's share, and number of shares."""
         self.batch_size = batch_size
         """Number of samples in a batch."""
-        self.share: SampleIds = torch.randperm(samples, generator=generator(seed, "share"))[
+        self.share: SampleIds = torch.randperm(samples, generator=create_generator(seed, "share"))[
             rank::size
         ].sort()[0]
         """Indices of this rank's samples, ascending."""
-        self._made_for = {
+        self._settings = {
             "samples": samples,
             "batch_size": batch_size,
             "seed": seed,
@@ -254,30 +260,30 @@ class ImportanceSampler(Sampler[list[int]]):
             "candidates": candidates,
         }
         self._scored_by = scored_by
-        self._factor = len(self.share) * size / samples
-        self._count = samples // (size * batch_size)
-        self._size = min(candidates * batch_size, len(self.share))
-        self._chosen = self._drawn = 0
-        self._scores = torch.full((len(self.share),), NEVER)
-        self._made = _Pass(self)
-        self._resumed: _Pass | None = None
+        self._weight_factor = len(self.share) * size / samples
+        self._num_batches = samples // (size * batch_size)
+        self._num_candidates = min(candidates * batch_size, len(self.share))
+        self._num_chosen = self._num_drawn = 0
+        self._scores = torch.full((len(self.share),), UNSCORED)
+        self._current_pass = _Pass(self)
+        self._resumed_pass: _Pass | None = None
 
     def __len__(self) -> int:
         """Returns the number of batches in a pass, equal on all ranks."""
-        return self._count
+        return self._num_batches
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
         """Starts a pass and yields the indices of each batch, for a loader."""
-        self._made = _Pass(self)
-        return self._made
+        self._current_pass = _Pass(self)
+        return self._current_pass
 
-    def batches(
+    def iter_batches(
         self,
         loader: DataLoader[Any],
         model: nn.Module,
         losses: Callable[[nn.Module, Any], Tensor],
-    ) -> Batches:
+    ) -> BatchIterator:
         """Iterates over one pass of ``loader``: pairs of a :class:`DrawnBatch` and the batch's samples.
 
         Args:
@@ -298,7 +304,7 @@ class ImportanceSampler(Sampler[list[int]]):
             raise ConfigError(
                 f"{_NAME}: a loader with in_order=False gives its batches in an order of its own"
             )
-        return Batches(self, loader, model, losses)
+        return BatchIterator(self, loader, model, losses)
 
     def state_dict(self) -> State:
         """Returns this rank's scores, the rule's state, and candidates of batches not yet delivered to the loop.
@@ -306,17 +312,20 @@ class ImportanceSampler(Sampler[list[int]]):
         A state saved between two batches of a pass resumes with the next batch, bit for bit if the loader has the same
         number of workers.
         """
-        current = self._resumed or self._made
+        current = self._resumed_pass or self._current_pass
         return {
-            **self._made_for,
+            **self._settings,
             "scores": self._scores.clone(),
             "rule": self._rule.state_dict(),
             "gain": self.gain.state_dict(),
             "uniform": self._uniform.state_dict(),
-            "chosen": self._chosen,
-            "drawn": self._drawn,
-            "given": current.given % len(self),
-            "ahead": {f"{i:06}": pool.to_state() for i, pool in enumerate([*current.asked, *current.left])},
+            "chosen": self._num_chosen,
+            "drawn": self._num_drawn,
+            "given": current.num_delivered % len(self),
+            "ahead": {
+                f"{i:06}": pool.to_state()
+                for i, pool in enumerate([*current.requested_candidates, *current.saved_candidates])
+            },
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -325,7 +334,7 @@ class ImportanceSampler(Sampler[list[int]]):
         Raises:
           CheckpointError: The state is of another rank, world size, data set, batch size, candidates or seed.
         """
-        for name, value in self._made_for.items():
+        for name, value in self._settings.items():
             if state.get(name) != value:
                 raise CheckpointError(
                     f"{_NAME}: the state is of {name} {state.get(name)}, and this is {value}"
@@ -334,50 +343,58 @@ class ImportanceSampler(Sampler[list[int]]):
         self._rule.load_state_dict(state["rule"])
         self.gain.load_state_dict(state["gain"])
         self._uniform.load_state_dict(state["uniform"])
-        self._chosen, self._drawn = state["chosen"], state["drawn"]
-        self._resumed = _Pass(self)
-        self._resumed.given = int(state["given"])
-        self._resumed.left.extend(_Candidates(**pool) for _, pool in sorted(state["ahead"].items()))
+        self._num_chosen, self._num_drawn = state["chosen"], state["drawn"]
+        self._resumed_pass = _Pass(self)
+        self._resumed_pass.num_delivered = int(state["given"])
+        self._resumed_pass.saved_candidates.extend(
+            _Candidates(**pool) for _, pool in sorted(state["ahead"].items())
+        )
 
-    def _choose(self) -> _Candidates:
-        number, rule = self._chosen, self.gain.rule
-        self._chosen += 1
+    def _choose_candidates(self) -> _Candidates:
+        number, rule = self._num_chosen, self.gain.rule
+        self._num_chosen += 1
         if rule == "uniform":
-            places = self._uniform.next(PoolView(number, 0, 1, self.batch_size, len(self.share))).ids
+            places = self._uniform.draw(DrawContext(number, 0, 1, self.batch_size, len(self.share))).ids
             return _Candidates(places, torch.ones(self.batch_size, dtype=torch.float64), rule, number)
-        places, weights = self._rule.candidates(self._scores, self._size, number, two=rule == "two")
+        places, weights = self._rule.choose_candidates(
+            self._scores, self._num_candidates, number, is_two_stage=rule == "two"
+        )
         return _Candidates(places, weights, rule, number)
 
-    def _score(
+    def _score_candidates(
         self, candidates: _Candidates, model: nn.Module, losses: Callable[[nn.Module], Tensor]
     ) -> None:
-        if candidates.rule == "uniform" and not self.gain.scores_at(candidates.number):
+        if candidates.rule == "uniform" and not self.gain.should_score(candidates.number):
             return
         modes = [(module, module.training) for module in model.modules()]
         try:
-            scores = scores_by(_NAME, losses, model, len(candidates.places), self._scored_by)
+            scores = compute_scores(_NAME, losses, model, len(candidates.places), self._scored_by)
         finally:
             for module, mode in modes:
                 module.training = mode
-        check_scores(_NAME, scores, self._drawn)
+        check_scores(_NAME, scores, self._num_drawn)
         self._scores[candidates.places] = candidates.scores = scores
-        self.gain.judge(self._rule.moments(scores, candidates.weights), self.batch_size / self._size)
+        self.gain.record_scores(
+            self._rule.compute_moments(scores, candidates.weights), self.batch_size / self._num_candidates
+        )
 
-    def _draw(self, candidates: _Candidates, batch: Any) -> tuple[Drawn, Any]:
+    def _draw_batch(self, candidates: _Candidates, batch: Any) -> tuple[DrawnBatch, Any]:
         """Draws a batch from its candidates."""
-        self._drawn += 1
+        self._num_drawn += 1
         self.gain.steps[candidates.rule] += 1
         if candidates.rule == "uniform":
-            return Drawn(self.share[candidates.places], self._factor * candidates.weights.float()), batch
+            return DrawnBatch(
+                self.share[candidates.places], self._weight_factor * candidates.weights.float()
+            ), batch
         assert candidates.scores is not None
-        rows, weights = self._rule.batch(
-            candidates.scores, candidates.weights, self.batch_size, self._drawn - 1
+        rows, weights = self._rule.draw_batch(
+            candidates.scores, candidates.weights, self.batch_size, self._num_drawn - 1
         )
-        drawn = Drawn(self.share[candidates.places[rows]], self._factor * weights)
-        return drawn, _cut(batch, rows, self._size)
+        drawn = DrawnBatch(self.share[candidates.places[rows]], self._weight_factor * weights)
+        return drawn, _select_rows(batch, rows, self._num_candidates)
 
 
-def _cut(batch: Any, rows: Tensor, count: int) -> Any:
+def _select_rows(batch: Any, rows: Tensor, count: int) -> Any:
     """Selects rows of a batch of ``count`` samples.
 
     Raises:
@@ -386,9 +403,9 @@ def _cut(batch: Any, rows: Tensor, count: int) -> Any:
     if isinstance(batch, Tensor) and batch.shape[:1] == (count,):
         return batch[rows.to(batch.device)]
     if isinstance(batch, Mapping):
-        return {key: _cut(value, rows, count) for key, value in batch.items()}
+        return {key: _select_rows(value, rows, count) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        parts = [_cut(part, rows, count) for part in batch]
+        parts = [_select_rows(part, rows, count) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     leaf = f"a tensor of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
     raise ConfigError(

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
-__all__ = ["lazy"]
+__all__ = ["build_lazy_attributes"]
 
 
-def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def build_lazy_attributes(
+    package: str, exports: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Builds ``__getattr__`` and ``__dir__`` of a package with lazy imports.
 
     Type checkers read the equal imports under the package's ``if TYPE_CHECKING:``. A name must not be that of a module
@@ -20,7 +22,7 @@ def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object
       exports: Names that the package exports, separated by spaces, by the module that defines them.
     """
     module = sys.modules[package]
-    sources = {name: source for source, names in homes.items() for name in names.split()}
+    sources = {name: source for source, names in exports.items() for name in names.split()}
 
     def get(name: str) -> object:
         if name not in sources:

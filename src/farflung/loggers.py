@@ -15,16 +15,16 @@ from types import TracebackType
 from typing import Self, TypeAlias
 
 from farflung.errors import UnknownName
-from farflung.extras import need
+from farflung.extras import require_modules
 from farflung.telemetry import Event
 from farflung.types import Json
 
-__all__ = ["LOGGERS", "RunLog", "figures"]
+__all__ = ["LOGGERS", "RunLog", "extract_metrics"]
 
 _Log: TypeAlias = "Callable[[Mapping[str, float], int, float], None]"
 """Logging function of metrics by name, their step, and their time in seconds since the epoch."""
 
-_NAMES = {
+_METRIC_NAMES = {
     "step": {
         "mean_loss": "train/loss",
         "learning_rate": "train/learning_rate",
@@ -44,7 +44,7 @@ _PROJECT = "farflung"
 """Default project or experiment of runs."""
 
 
-def figures(event: Event) -> tuple[dict[str, float], int]:
+def extract_metrics(event: Event) -> tuple[dict[str, float], int]:
     """Extracts the metrics of an event, by name, and their step.
 
     >>> extract_metrics({"event": "evaluation", "rank": 0, "t": 1.5, "step": 3, "accuracy": 0.5, "loss": None})
@@ -66,7 +66,9 @@ def figures(event: Event) -> tuple[dict[str, float], int]:
                 )
                 metrics |= {f"summary/{name}{suffix}": entry for suffix, entry in parts.items()}
     else:
-        metrics = {label: event[name] for name, label in _NAMES.get(str(kind), {}).items() if name in event}
+        metrics = {
+            label: event[name] for name, label in _METRIC_NAMES.get(str(kind), {}).items() if name in event
+        }
     values = {k: v for k, v in metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     return (values, step) if isinstance(step, int) else ({}, 0)
 
@@ -175,10 +177,10 @@ class RunLog:
         for name in self._names:
             if name not in LOGGERS:
                 raise UnknownName("logger", name, LOGGERS)
-            need(f"--log-to {name}", name, extra=name)
+            require_modules(f"--log-to {name}", name, extra=name)
         self._folder, self._title, self._config = Path(folder), title, config
-        self._open: dict[str, tuple[ExitStack, _Log]] = {}
-        self._zero_s = 0.0
+        self._open_loggers: dict[str, tuple[ExitStack, _Log]] = {}
+        self._start_s = 0.0
 
     def __call__(self, event: Event) -> None:
         """Logs an event of rank 0; ignores other ranks, and events before the run begins."""
@@ -186,29 +188,29 @@ class RunLog:
             return
         t = event.get("t")
         time_s = float(t) if isinstance(t, int | float) else 0.0
-        values, step = figures(event)
+        values, step = extract_metrics(event)
         if event["event"] == "begin":
             self.__exit__(None, None, None)
-            self._zero_s = time.time() - time_s
+            self._start_s = time.time() - time_s
             for name in [*self._names]:
-                with self._kept_going(name):
+                with self._drop_on_error(name):
                     stack = ExitStack()
                     logger = LOGGERS[name](self._folder, self._title, self._config, step)
-                    self._open[name] = stack, stack.enter_context(logger)
+                    self._open_loggers[name] = stack, stack.enter_context(logger)
             if isinstance(workers := self._config.get("workers"), int):
                 values = {"network/members": workers}
-        for name, (_, log) in [*self._open.items()] if values else ():
-            with self._kept_going(name):
-                log(values, step, self._zero_s + time_s)
+        for name, (_, log) in [*self._open_loggers.items()] if values else ():
+            with self._drop_on_error(name):
+                log(values, step, self._start_s + time_s)
 
     @contextmanager
-    def _kept_going(self, name: str) -> Iterator[None]:
+    def _drop_on_error(self, name: str) -> Iterator[None]:
         """Drops a logger, with a warning, if an error occurs within the context."""
         try:
             yield
         except Exception as error:
             self._names.remove(name)
-            self._open.pop(name, None)
+            self._open_loggers.pop(name, None)
             reason = " ".join(str(error).split()) or type(error).__name__
             logging.getLogger("farflung").warning("--log-to %s: no longer logged: %s", name, reason)
 
@@ -219,7 +221,7 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Closes all loggers, which mark the run as failed after an error."""
-        for name, (stack, _) in [*self._open.items()]:
-            del self._open[name]
-            with self._kept_going(name):
+        for name, (stack, _) in [*self._open_loggers.items()]:
+            del self._open_loggers[name]
+            with self._drop_on_error(name):
                 stack.__exit__(kind, error, trace)

@@ -11,35 +11,35 @@ from torch import Tensor, nn
 from farflung.errors import ConfigError
 
 __all__ = [
-    "check_averaged",
-    "eval_state",
-    "forget",
+    "check_averageable",
+    "collect_eval_state",
+    "collect_moments",
+    "drop_state",
+    "get_learning_rate",
+    "get_momentum",
+    "get_optimizer_name",
     "is_predictable",
-    "kind_of",
-    "learning_rate_of",
-    "moments",
-    "momentum_of",
 ]
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
+def get_optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """Returns the name of an optimizer's class, which checkpoints store."""
     return type(optimizer).__name__
 
 
-def learning_rate_of(optimizer: torch.optim.Optimizer) -> float | None:
+def get_learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
     """Returns the learning rate of the first group; None if the optimizer has none, such as Adafactor."""
     rate = optimizer.param_groups[0].get("lr")
     return None if rate is None else float(rate)
 
 
-def momentum_of(optimizer: torch.optim.Optimizer) -> float:
+def get_momentum(optimizer: torch.optim.Optimizer) -> float:
     """Returns the largest momentum of all groups: ``momentum``, or the first of ``betas``, or 0 without either."""
     groups = optimizer.param_groups
     return max(float(group.get("momentum", (group.get("betas") or (0.0,))[0])) for group in groups)
 
 
-def check_averaged(optimizer: torch.optim.Optimizer) -> None:
+def check_averageable(optimizer: torch.optim.Optimizer) -> None:
     """Checks that :func:`collect_moments` supports an optimizer.
 
     Raises:
@@ -47,12 +47,12 @@ def check_averaged(optimizer: torch.optim.Optimizer) -> None:
     """
     if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.AdamW):
         raise ConfigError(
-            f"optimizer_state='averaged': the state of {kind_of(optimizer)} is not known, only that of SGD, Adam and "
+            f"optimizer_state='averaged': the state of {get_optimizer_name(optimizer)} is not known, only that of SGD, Adam and "
             "AdamW: use 'kept' or 'reset'"
         )
 
 
-def moments(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def collect_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Returns the moments of SGD, Adam or AdamW for parameters, in their shapes, for writing in place.
 
     For a parameter without any gradient so far, these are zeros outside the optimizer's state.
@@ -61,13 +61,13 @@ def moments(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]
     tensors: list[Tensor] = []
     for p in parameters:
         state = optimizer.state.get(p, {})
-        for name in _moments_in(groups.get(p, {})):
+        for name in _list_moment_names(groups.get(p, {})):
             value = state.get(name)
             tensors.append(torch.zeros_like(p) if value is None else value)
     return tensors
 
 
-def eval_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def collect_eval_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Returns the state that schedule-free optimizers use in ``eval()``, in the parameters' shapes.
 
     The tensors are for writing in place; the list is empty for an optimizer without ``eval()``.
@@ -82,14 +82,14 @@ def eval_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Paramet
     ]
 
 
-def _moments_in(group: dict[str, Any]) -> tuple[str, ...]:
+def _list_moment_names(group: dict[str, Any]) -> tuple[str, ...]:
     """Returns the names of a group's moments from its settings, which are equal on all ranks."""
     if "betas" in group:
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
     return ("momentum_buffer",) if group.get("momentum") else ()
 
 
-def forget(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+def drop_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Removes the optimizer's state of parameters, so that it starts afresh."""
     for p in parameters:
         optimizer.state.pop(p, None)

@@ -8,38 +8,38 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["uniform", "uniform_row"]
+__all__ = ["draw_uniform", "draw_uniform_array"]
 
 _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def uniform(seed: int, *counters: int) -> float:
+def draw_uniform(seed: int, *counters: int) -> float:
     """Returns a number in ``[0, 1)`` by SplitMix64 (Steele, Lea & Flood 2014), one round for each counter."""
-    state = _mixed(seed & _MASK)
+    state = _mix(seed & _MASK)
     for counter in counters:
-        state = _mixed((state ^ counter) & _MASK)
-    return (_mixed(state) >> 11) * 2.0**-53
+        state = _mix((state ^ counter) & _MASK)
+    return (_mix(state) >> 11) * 2.0**-53
 
 
-def uniform_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def draw_uniform_array(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Returns :func:`draw_uniform` for broadcast arrays of counters, bit for bit equal."""
     import numpy as np
 
-    state = _mixed_row(np.array([seed & _MASK], dtype=np.uint64))
+    state = _mix_array(np.array([seed & _MASK], dtype=np.uint64))
     for counter in counters:
-        state = _mixed_row(state ^ np.asarray(counter).astype(np.uint64))
-    return (_mixed_row(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        state = _mix_array(state ^ np.asarray(counter).astype(np.uint64))
+    return (_mix_array(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mixed(z: int) -> int:
+def _mix(z: int) -> int:
     z = (z + _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * _FIRST) & _MASK
     z = ((z ^ (z >> 27)) * _SECOND) & _MASK
     return z ^ (z >> 31)
 
 
-def _mixed_row(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix_array(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     import numpy as np
 
     z = z + np.uint64(_GOLDEN)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from farflung.errors import ConfigError
-from farflung.options import flag_option, number_option, share_option
+from farflung.options import check_flag, check_number, check_share
 from farflung.types import OptimizerFactory
 
 __all__ = [
@@ -42,7 +42,7 @@ class SGDSettings:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        flag_option("sgd", "nesterov", self.nesterov)
+        check_flag("sgd", "nesterov", self.nesterov)
 
     def make(
         self,
@@ -86,8 +86,8 @@ class AdamSettings:
         if not isinstance(betas, Sequence) or len(betas) != 2:
             raise ConfigError(f"{name}: betas {betas!r} must be two, as in betas=(0.9, 0.999)")
         for beta in betas:
-            share_option(name, "betas", beta)
-        number_option(name, "eps", self.eps, 0)
+            check_share(name, "betas", beta)
+        check_number(name, "eps", self.eps, 0)
 
     def make(
         self,
@@ -117,7 +117,7 @@ class AdamWSettings(AdamSettings):
     kind: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
 
 
-class _EachParameter(torch.optim.Optimizer):
+class _PerParameterOptimizer(torch.optim.Optimizer):
     """Base of optimizers that update each parameter with a gradient separately."""
 
     @torch.no_grad()
@@ -131,15 +131,15 @@ class _EachParameter(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group)
+                    self._update_parameter(parameter, parameter.grad, group)
         return loss
 
     @abstractmethod
-    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """Updates a parameter in place by the settings of its group."""
 
 
-class Lars(_EachParameter):
+class Lars(_PerParameterOptimizer):
     r"""SGD with layer-wise rates in proportion to the norm of a weight over that of its gradient.
 
     .. math::
@@ -170,16 +170,16 @@ class Lars(_EachParameter):
         weight_decay: float = 0.0,
         trust: float = 0.001,
     ) -> None:
-        number_option("lars", "lr", lr, 0)
-        share_option("lars", "momentum", momentum)
-        number_option("lars", "weight_decay", weight_decay, 0)
+        check_number("lars", "lr", lr, 0)
+        check_share("lars", "momentum", momentum)
+        check_number("lars", "weight_decay", weight_decay, 0)
         LarsSettings(trust=trust)
         super().__init__(
             params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
         )
 
     @override
-    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         rate, decay = group["lr"], group["weight_decay"]
         change = gradient
         if parameter.dim() > 1:
@@ -210,7 +210,7 @@ class LarsSettings:
     trust: float = 0.001
 
     def __post_init__(self) -> None:
-        number_option("lars", "trust", self.trust, 0)
+        check_number("lars", "trust", self.trust, 0)
         if not self.trust:
             raise ConfigError("lars: trust must be above 0")
 
@@ -225,7 +225,7 @@ class LarsSettings:
         return Lars(parameters, learning_rate, momentum=momentum, weight_decay=weight_decay, trust=self.trust)
 
 
-class SignSGD(_EachParameter):
+class SignSGD(_PerParameterOptimizer):
     r"""Sign gradient descent, :math:`w \leftarrow (1 - \eta \lambda)\, w - \eta \operatorname{sign}(g)`.
 
     Learning rates are similar to Adam's. It has no momentum, since codecs such as ``demo`` have their own.
@@ -245,12 +245,12 @@ class SignSGD(_EachParameter):
     """
 
     def __init__(self, params: ParamsT, lr: float, *, weight_decay: float = 0.0) -> None:
-        number_option("sign_sgd", "lr", lr, 0)
-        number_option("sign_sgd", "weight_decay", weight_decay, 0)
+        check_number("sign_sgd", "lr", lr, 0)
+        check_number("sign_sgd", "weight_decay", weight_decay, 0)
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @override
-    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(gradient.sign(), alpha=-group["lr"])
 

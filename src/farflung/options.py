@@ -8,30 +8,30 @@ from collections.abc import Sequence
 from farflung.errors import ConfigError
 
 __all__ = [
+    "check_choice",
     "check_factor",
+    "check_flag",
+    "check_fraction",
+    "check_integer",
+    "check_number",
     "check_seconds",
-    "choice_option",
-    "flag_option",
-    "number_option",
-    "part_option",
+    "check_share",
+    "check_text",
     "require",
-    "share_option",
-    "text_option",
-    "whole_option",
 ]
 
 
-def choice_option(name: str, option: str, value: object, known: Sequence[str]) -> None:
+def check_choice(name: str, option: str, value: object, choices: Sequence[str]) -> None:
     """Checks that an option is one of the allowed values.
 
     Raises:
       ConfigError: The value is not allowed.
     """
-    if value not in known:
-        raise ConfigError(f"{name}: {option} {value!r} must be {' or '.join(map(repr, known))}")
+    if value not in choices:
+        raise ConfigError(f"{name}: {option} {value!r} must be {' or '.join(map(repr, choices))}")
 
 
-def flag_option(name: str, option: str, value: object) -> None:
+def check_flag(name: str, option: str, value: object) -> None:
     """Checks that an option is True or False.
 
     Raises:
@@ -41,7 +41,7 @@ def flag_option(name: str, option: str, value: object) -> None:
         raise ConfigError(f"{name}: {option} {value!r} must be True or False")
 
 
-def share_option(name: str, option: str, share: object) -> None:
+def check_share(name: str, option: str, share: object) -> None:
     """Checks that an option, such as a momentum, is in [0, 1).
 
     Raises:
@@ -51,17 +51,17 @@ def share_option(name: str, option: str, share: object) -> None:
         raise ConfigError(f"{name}: {option} {share!r} must be at least 0 and below 1")
 
 
-def part_option(name: str, option: str, part: object) -> None:
+def check_fraction(name: str, option: str, fraction: object) -> None:
     """Checks that an option, such as a density, is in (0, 1].
 
     Raises:
       ConfigError: The value is out of range or not a number.
     """
-    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
-        raise ConfigError(f"{name}: {option} {part!r} must be above 0 and at most 1")
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise ConfigError(f"{name}: {option} {fraction!r} must be above 0 and at most 1")
 
 
-def number_option(name: str, option: str, value: object, low: float) -> None:
+def check_number(name: str, option: str, value: object, low: float) -> None:
     """Checks that an option is a finite number of at least ``low``.
 
     Raises:
@@ -71,7 +71,7 @@ def number_option(name: str, option: str, value: object, low: float) -> None:
         raise ConfigError(f"{name}: {option} {value!r} must be a number of at least {low}")
 
 
-def text_option(name: str, option: str, value: object) -> None:
+def check_text(name: str, option: str, value: object) -> None:
     """Checks that an option is a nonempty string.
 
     Raises:
@@ -81,7 +81,7 @@ def text_option(name: str, option: str, value: object) -> None:
         raise ConfigError(f"{name}: {option} {value!r} must be text")
 
 
-def whole_option(name: str, option: str, value: int, low: int, high: int | None = None) -> None:
+def check_integer(name: str, option: str, value: int, low: int, high: int | None = None) -> None:
     """Checks that an option is an integer from ``low`` to ``high``, which may be open.
 
     Raises:
@@ -94,14 +94,14 @@ def whole_option(name: str, option: str, value: int, low: int, high: int | None 
         raise ConfigError(f"{name}: {option} {value} must be {span}")
 
 
-def require(is_valid: bool, name: str, value: object, what: str) -> None:
+def require(is_valid: bool, name: str, value: object, requirement: str) -> None:
     """Raises an error unless a field's value is valid.
 
     Raises:
       ConfigError: The value is invalid; the message states the requirement.
     """
     if not is_valid:
-        raise ConfigError(f"{name} = {value}: must be {what}")
+        raise ConfigError(f"{name} = {value}: must be {requirement}")
 
 
 def check_seconds(name: str, seconds: float) -> None:

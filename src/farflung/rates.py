@@ -12,7 +12,7 @@ from typing import Literal
 from typing_extensions import override
 
 from farflung.errors import ConfigError
-from farflung.options import number_option, whole_option
+from farflung.options import check_integer, check_number
 from farflung.types import RateScaling, RateSchedule
 
 __all__ = [
@@ -48,23 +48,23 @@ class WarmUp:
     """
 
     warmup: int = 0
-    by: Literal["steps", "samples"] = "steps"
+    progress_unit: Literal["steps", "samples"] = "steps"
 
     def __post_init__(self) -> None:
-        whole_option(self._name, "warmup", self.warmup, 0)
-        if self.by not in ("steps", "samples"):
-            raise ConfigError(f"{self._name}: by {self.by!r} must be 'steps' or 'samples'")
+        check_integer(self._name, "warmup", self.warmup, 0)
+        if self.progress_unit not in ("steps", "samples"):
+            raise ConfigError(f"{self._name}: by {self.progress_unit!r} must be 'steps' or 'samples'")
 
     @property
     def _name(self) -> str:
         return type(self).__name__.lower()
 
-    def factor(self, done: int, total: int) -> float:
-        rise = min(1.0, (done + 1) / self.warmup) if self.warmup else 1.0
-        return rise * self._course(done, total)
+    def compute_factor(self, progress: int, total: int) -> float:
+        rise = min(1.0, (progress + 1) / self.warmup) if self.warmup else 1.0
+        return rise * self._compute_decay(progress, total)
 
     @abstractmethod
-    def _course(self, done: int, total: int) -> float:
+    def _compute_decay(self, progress: int, total: int) -> float:
         """Returns the decay factor c(n)."""
 
 
@@ -78,13 +78,13 @@ class Constant(WarmUp):
     """
 
     @override
-    def _course(self, done: int, total: int) -> float:
-        del done, total
+    def _compute_decay(self, progress: int, total: int) -> float:
+        del progress, total
         return 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Falling(WarmUp):
+class _Decaying(WarmUp):
     """Base of schedules that decay from the end of the warm-up to the end of the run or earlier."""
 
     final: float = 0.0
@@ -93,20 +93,20 @@ class _Falling(WarmUp):
     @override
     def __post_init__(self) -> None:
         WarmUp.__post_init__(self)
-        number_option(self._name, "final", self.final, 0)
+        check_number(self._name, "final", self.final, 0)
         if self.final > 1:
             raise ConfigError(f"{self._name}: final {self.final!r} must be at most 1")
         if self.until is not None:
-            whole_option(self._name, "until", self.until, self.warmup + 1)
+            check_integer(self._name, "until", self.until, self.warmup + 1)
 
-    def _fallen(self, done: int, total: int) -> float:
+    def _compute_decay_share(self, progress: int, total: int) -> float:
         """Returns the completed share of the decay, in [0, 1]."""
         end = total if self.until is None else self.until
-        return min(1.0, max(0, done - self.warmup) / max(1, end - self.warmup))
+        return min(1.0, max(0, progress - self.warmup) / max(1, end - self.warmup))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear(_Falling):
+class Linear(_Decaying):
     r"""Linear decay.
 
     .. math:: c(n) = 1 - (1 - f)\,\frac{n - W}{N - W}
@@ -121,12 +121,12 @@ class Linear(_Falling):
     """
 
     @override
-    def _course(self, done: int, total: int) -> float:
-        return 1 - (1 - self.final) * self._fallen(done, total)
+    def _compute_decay(self, progress: int, total: int) -> float:
+        return 1 - (1 - self.final) * self._compute_decay_share(progress, total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cosine(_Falling):
+class Cosine(_Decaying):
     r"""Cosine decay.
 
     .. math:: c(n) = f + \frac{1 - f}{2} \left(1 + \cos \pi \frac{n - W}{N - W}\right)
@@ -143,8 +143,11 @@ class Cosine(_Falling):
     """
 
     @override
-    def _course(self, done: int, total: int) -> float:
-        return self.final + (1 - self.final) * (1 + math.cos(math.pi * self._fallen(done, total))) / 2
+    def _compute_decay(self, progress: int, total: int) -> float:
+        return (
+            self.final
+            + (1 - self.final) * (1 + math.cos(math.pi * self._compute_decay_share(progress, total))) / 2
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,31 +174,31 @@ class Step(WarmUp):
     @override
     def __post_init__(self) -> None:
         WarmUp.__post_init__(self)
-        number_option("step", "gamma", self.gamma, 0)
+        check_number("step", "gamma", self.gamma, 0)
         if not self.gamma:
             raise ConfigError("step: gamma must be above 0")
         if (self.every is None) == (not self.milestones):
             raise ConfigError("step: give one of every=1000 and milestones=(1000, 2000)")
         if self.every is not None:
-            whole_option("step", "every", self.every, 1)
+            check_integer("step", "every", self.every, 1)
         for milestone in self.milestones:
-            whole_option("step", "milestones", milestone, 1)
+            check_integer("step", "milestones", milestone, 1)
         if list(self.milestones) != sorted(set(self.milestones)):
             raise ConfigError(f"step: milestones {self.milestones!r} must be strictly increasing")
 
     @override
-    def _course(self, done: int, total: int) -> float:
+    def _compute_decay(self, progress: int, total: int) -> float:
         del total
         if self.every is not None:
-            return self.gamma ** (done // self.every)
-        return self.gamma ** bisect_right(self.milestones, done)
+            return self.gamma ** (progress // self.every)
+        return self.gamma ** bisect_right(self.milestones, progress)
 
 
 @dataclass(frozen=True, slots=True)
 class NoScaling:
     """Constant learning rate for batches of any size."""
 
-    def factor(self, share: float) -> float:
+    def compute_factor(self, share: float) -> float:
         del share
         return 1.0
 
@@ -208,7 +211,7 @@ class LinearScaling:
     rates :math:`b_i` and the base batch :math:`n b`.
     """
 
-    def factor(self, share: float) -> float:
+    def compute_factor(self, share: float) -> float:
         return share
 
 
@@ -221,7 +224,7 @@ class RootScaling:
     References: Krizhevsky 2014, section 5; Hoffer et al. 2017, section 4.
     """
 
-    def factor(self, share: float) -> float:
+    def compute_factor(self, share: float) -> float:
         return math.sqrt(share)
 
 

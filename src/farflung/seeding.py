@@ -16,21 +16,21 @@ from torch import Tensor
 from farflung.errors import ConfigError
 from farflung.types import State, Workload
 
-__all__ = ["Passes", "RandomState", "derive", "generator"]
+__all__ = ["RandomState", "ShuffledPasses", "create_generator", "derive_seed"]
 
 
-def derive(seed: int, *labels: int | str) -> int:
+def derive_seed(seed: int, *labels: int | str) -> int:
     """Derives a 63-bit seed from a seed and labels; different labels give independent seeds."""
     text = "\0".join(map(str, (seed, *labels)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def generator(seed: int, *labels: int | str) -> torch.Generator:
+def create_generator(seed: int, *labels: int | str) -> torch.Generator:
     """Creates a CPU generator seeded by :func:`derive_seed`."""
-    return torch.Generator().manual_seed(derive(seed, *labels))
+    return torch.Generator().manual_seed(derive_seed(seed, *labels))
 
 
-class Passes:
+class ShuffledPasses:
     """Sample orders of endless shuffled passes, with the last two cached.
 
     Args:
@@ -39,17 +39,17 @@ class Passes:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        self._orders: dict[tuple[int, int], torch.Tensor] = {}
 
-    def order(self, index: int, n: int) -> torch.Tensor:
+    def get_order(self, index: int, n: int) -> torch.Tensor:
         """Returns the order of ``n`` samples in pass ``index``, counted from 0; int64."""
-        if (index, n) not in self._kept:
-            self._kept = {key: order for key, order in self._kept.items() if key == (index - 1, n)}
-            self._kept[index, n] = torch.randperm(n, generator=generator(self._seed, "pass", index))
-        return self._kept[index, n]
+        if (index, n) not in self._orders:
+            self._orders = {key: order for key, order in self._orders.items() if key == (index - 1, n)}
+            self._orders[index, n] = torch.randperm(n, generator=create_generator(self._seed, "pass", index))
+        return self._orders[index, n]
 
 
-_HOST = torch.device("cpu")
+_CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -63,29 +63,29 @@ class _Snapshot:
     python: tuple[Any, ...] | None
 
     @staticmethod
-    def seeded(seed: int, device: torch.device, torch_alone: bool) -> _Snapshot:
+    def from_seed(seed: int, device: torch.device, is_torch_only: bool) -> _Snapshot:
         return _Snapshot(
             torch.Generator().manual_seed(seed).get_state(),
             {device.index: torch.Generator(device).manual_seed(seed).get_state()}
             if device.type == "cuda"
             else {},
-            None if torch_alone else dict(np.random.RandomState(seed % 2**32).get_state(legacy=False)),
-            None if torch_alone else random.Random(seed).getstate(),
+            None if is_torch_only else dict(np.random.RandomState(seed % 2**32).get_state(legacy=False)),
+            None if is_torch_only else random.Random(seed).getstate(),
         )
 
     @staticmethod
-    def taken(devices: Iterable[int], torch_alone: bool = False) -> _Snapshot:
+    def from_globals(devices: Iterable[int], is_torch_only: bool = False) -> _Snapshot:
         """Reads the global generators."""
-        if not torch_alone:
+        if not is_torch_only:
             _check_numpy()
         return _Snapshot(
             torch.get_rng_state(),
             {index: torch.cuda.get_rng_state(index) for index in devices},
-            None if torch_alone else dict(np.random.get_state(legacy=False)),
-            None if torch_alone else random.getstate(),
+            None if is_torch_only else dict(np.random.get_state(legacy=False)),
+            None if is_torch_only else random.getstate(),
         )
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         for index, state in self.cuda.items():
             torch.cuda.set_rng_state(state, index)
@@ -118,14 +118,14 @@ class RandomState:
 
     _installed: ClassVar[RandomState | None] = None
 
-    def __init__(self, seed: int, device: torch.device = _HOST, *, torch_alone: bool = False) -> None:
-        self._torch_alone = torch_alone
-        self._snapshot = _Snapshot.seeded(seed, device, torch_alone)
+    def __init__(self, seed: int, device: torch.device = _CPU, *, is_torch_only: bool = False) -> None:
+        self._is_torch_only = is_torch_only
+        self._snapshot = _Snapshot.from_seed(seed, device, is_torch_only)
 
     @staticmethod
-    def of(workload: Workload, seed: int, device: torch.device) -> RandomState:
+    def from_workload(workload: Workload, seed: int, device: torch.device) -> RandomState:
         """Creates the random state of a replica that trains ``workload``."""
-        return RandomState(seed, device, torch_alone=getattr(workload, "draws_from_torch_alone", False))
+        return RandomState(seed, device, is_torch_only=getattr(workload, "draws_from_torch_alone", False))
 
     def install(self) -> None:
         """Installs this as the global random state, after saving the one installed before."""
@@ -133,16 +133,16 @@ class RandomState:
         if current is self:
             return
         if current is not None:
-            current._keep()
-        self._snapshot.put_back()
+            current._save_globals()
+        self._snapshot.restore()
         RandomState._installed = self
 
     @staticmethod
     @contextmanager
-    def scope() -> Iterator[None]:
+    def preserve_globals() -> Iterator[None]:
         """Restores the global random state at the end of the context."""
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        globals_before, installed_before = _Snapshot.taken(devices), RandomState._installed
+        globals_before, installed_before = _Snapshot.from_globals(devices), RandomState._installed
         RandomState._installed = None
         try:
             yield
@@ -150,15 +150,15 @@ class RandomState:
             if RandomState._installed is not None:
                 RandomState._installed._keep()
             RandomState._installed = installed_before
-            globals_before.put_back()
+            globals_before.restore()
 
-    def _keep(self) -> None:
-        self._snapshot = _Snapshot.taken(self._snapshot.cuda, self._torch_alone)
+    def _save_globals(self) -> None:
+        self._snapshot = _Snapshot.from_globals(self._snapshot.cuda, self._is_torch_only)
 
     def state_dict(self) -> State:
         """Returns the state of the generators as tensors and JSON values."""
         if RandomState._installed is self:
-            self._keep()
+            self._save_globals()
         snapshot = self._snapshot
         state: State = {"torch": snapshot.cpu.clone()}
         for device in snapshot.cuda.values():  # at most one
@@ -194,4 +194,4 @@ class RandomState:
         if snapshot.python is not None and (python := state.get("python")) is not None:
             snapshot.python = (python["version"], tuple(python["words"].tolist()), python["gauss"])
         if RandomState._installed is self:
-            snapshot.put_back()
+            snapshot.restore()

@@ -27,21 +27,21 @@ from farflung.errors import ConfigError, UnknownName
 __all__ = [
     "Registry",
     "build",
-    "imported",
-    "is_carried",
-    "name_of",
-    "options_of",
+    "format_options",
+    "format_spec",
+    "import_object",
+    "is_buildable",
     "parse",
-    "taken",
-    "text_of",
+    "parse_name",
+    "select_accepted",
     "unparse",
 ]
 
 T = TypeVar("T")
 
-_MARK = ".__imported__."
+_COLON_MARK = ".__imported__."
 """Replacement of the colon while Python's grammar parses a text."""
-_SHOWN = 200
+_MAX_SHOWN = 200
 """Largest number of characters of an invalid text in a message."""
 _QUOTED_OR_IMPORTED = re.compile(r"""('[^']*'|"[^"]*")|([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)""")
 
@@ -51,16 +51,16 @@ class Registry(UserDict[str, Callable[..., T]], Generic[T]):
 
     Args:
       package: Package that the factories are imported from.
-      members: Factory, or its name in the package, for each part.
+      entries: Factory, or its name in the package, for each part.
 
     >>> Registry("fractions", {"share": "Fraction"})["share"](1, 2)
     Fraction(1, 2)
     """
 
-    def __init__(self, package: str, members: Mapping[str, str | Callable[..., T]]) -> None:
+    def __init__(self, package: str, entries: Mapping[str, str | Callable[..., T]]) -> None:
         super().__init__()
         self.data: dict[str, Any] = {
-            name: (package, member) if isinstance(member, str) else member for name, member in members.items()
+            name: (package, member) if isinstance(member, str) else member for name, member in entries.items()
         }
 
     @override
@@ -74,22 +74,25 @@ class Registry(UserDict[str, Callable[..., T]], Generic[T]):
         union.data = self.data | other.data
         return union
 
-    def name_of(self, made: Callable[..., object]) -> str | None:
+    def find_name(self, factory: Callable[..., object]) -> str | None:
         """Returns the name of a factory, or None if it is not a member; imports no other member."""
-        qualname = getattr(made, "__qualname__", "")
+        qualname = getattr(factory, "__qualname__", "")
         return next(
             (
                 name
                 for name, member in self.data.items()
-                if member is made
-                or (isinstance(member, tuple) and member[1] == qualname and self[name] is made)
+                if member is factory
+                or (isinstance(member, tuple) and member[1] == qualname and self[name] is factory)
             ),
             None,
         )
 
 
 def build(
-    kind: str, text: str, registry: Mapping[str, Callable[..., T]], given: Mapping[str, object] | None = None
+    kind: str,
+    text: str,
+    registry: Mapping[str, Callable[..., T]],
+    settings: Mapping[str, object] | None = None,
 ) -> T:
     """Builds the part that a text describes; its options may be parts too.
 
@@ -104,16 +107,16 @@ def build(
       UnknownName: The registry does not have the name.
       ConfigError: The text is malformed, has an option that the part does not accept, or cannot be imported.
     """
-    return _make(kind, text, parse(kind, text), registry, given or {})
+    return _make(kind, text, parse(kind, text), registry, settings or {})
 
 
-def name_of(kind: str, text: str) -> str:
+def parse_name(kind: str, text: str) -> str:
     """Returns the name of the outermost part in a text.
 
     Raises:
       ConfigError: The text is malformed.
     """
-    return _named(kind, text, parse(kind, text))
+    return _get_member_name(kind, text, parse(kind, text))
 
 
 def parse(kind: str, text: str) -> ast.expr:
@@ -123,20 +126,20 @@ def parse(kind: str, text: str) -> ast.expr:
       ConfigError: The text is malformed.
     """
     plain = re.sub(r"^\s*[\w-]+", lambda name: name[0].strip().replace("-", "_"), text)
-    marked_text = _QUOTED_OR_IMPORTED.sub(lambda m: m[1] or f"{m[2]}{_MARK}{m[3]}", plain)
+    marked_text = _QUOTED_OR_IMPORTED.sub(lambda m: m[1] or f"{m[2]}{_COLON_MARK}{m[3]}", plain)
     try:
         return ast.parse(marked_text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
         raise ConfigError(f"{kind} {shown!r}: write it as name or name(option=value)") from None
 
 
 def unparse(node: ast.expr) -> str:
     """Returns the text of an expression of :func:`parse`, or of a subexpression."""
-    return ast.unparse(node).replace(_MARK, ":")
+    return ast.unparse(node).replace(_COLON_MARK, ":")
 
 
-def imported(kind: str, name: str) -> object:
+def import_object(kind: str, name: str) -> object:
     """Imports the object ``module:name``, also from modules in the current folder.
 
     Raises:
@@ -152,8 +155,8 @@ def imported(kind: str, name: str) -> object:
         raise ConfigError(f"{kind} {name!r}: cannot be imported ({error})") from None
 
 
-def text_of(part: object, registry: Mapping[str, Callable[..., object]] | None = None) -> str:
-    """Returns the text from which :func:`build` builds a part, or a description in ``<>`` if it has none.
+def format_spec(part: object, registry: Mapping[str, Callable[..., object]] | None = None) -> str:
+    """Returns the text from which :func:`build_model` builds a part, or a description in ``<>`` if it has none.
 
     Classes, functions, their ``functools.partial`` and dataclasses have a text if their names can be imported and their
     options are literals or such parts. Descriptions in ``<>`` are only useful for comparison.
@@ -169,55 +172,57 @@ def text_of(part: object, registry: Mapping[str, Callable[..., object]] | None =
     if isinstance(part, str):
         return part
     try:
-        return _text(part, registry if isinstance(registry, Registry) else Registry("", registry or {}))
-    except _NoText:
+        return _format_value(
+            part, registry if isinstance(registry, Registry) else Registry("", registry or {})
+        )
+    except _NotFormattable:
         return f"<{re.sub(r' at 0x[0-9a-f]+', '', repr(part)).removeprefix('<').removesuffix('>')}>"
 
 
-def is_carried(text: str) -> bool:
+def is_buildable(text: str) -> bool:
     """Returns True if another process can build the part from its text by :func:`format_spec`."""
     return not text.startswith("<")
 
 
-class _NoText(Exception):
+class _NotFormattable(Exception):
     """Signal that a part has no text."""
 
 
-def _text(value: object, names: Registry[object]) -> str:
+def _format_value(value: object, names: Registry[object]) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, tuple | list):
-        entries = ", ".join(_text(entry, names) for entry in value)
+        entries = ", ".join(_format_value(entry, names) for entry in value)
         return f"[{entries}]" if isinstance(value, list) else f"({entries}{',' if len(value) == 1 else ''})"
     if isinstance(value, type) or inspect.isfunction(value):
-        return _name(value, names)
+        return _format_name(value, names)
     if isinstance(value, functools.partial):
-        options = [_text(argument, names) for argument in value.args]
-        options += [f"{name}={_text(argument, names)}" for name, argument in value.keywords.items()]
-        return f"{_name(value.func, names)}({', '.join(options)})"
+        options = [_format_value(argument, names) for argument in value.args]
+        options += [f"{name}={_format_value(argument, names)}" for name, argument in value.keywords.items()]
+        return f"{_format_name(value.func, names)}({', '.join(options)})"
     if not dataclasses.is_dataclass(value):
-        raise _NoText
+        raise _NotFormattable
     options = [
-        f"{field.name}={_text(option, names)}"
+        f"{field.name}={_format_value(option, names)}"
         for field in dataclasses.fields(value)
         if field.init
         and (option := getattr(value, field.name))
         != (field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
     ]
-    type_name = _name(type(value), names)
+    type_name = _format_name(type(value), names)
     return f"{type_name}({', '.join(options)})" if options else type_name
 
 
-def _name(made: Callable[..., object], names: Registry[object]) -> str:
-    if (name := names.name_of(made)) is not None:
+def _format_name(factory: Callable[..., object], names: Registry[object]) -> str:
+    if (name := names.find_name(factory)) is not None:
         return name
-    module, path = getattr(made, "__module__", "__main__"), getattr(made, "__qualname__", "<")
+    module, path = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "<")
     if module == "__main__" or "<" in path:
-        raise _NoText
+        raise _NotFormattable
     return f"{module}:{path}"
 
 
-def _named(kind: str, text: str, node: ast.expr) -> str:
+def _get_member_name(kind: str, text: str, node: ast.expr) -> str:
     target = node.func if isinstance(node, ast.Call) else node
     name = unparse(target)
     if not (isinstance(target, ast.Name) or (isinstance(target, ast.Attribute) and ":" in name)):
@@ -230,44 +235,44 @@ def _make(
     text: str,
     node: ast.expr,
     registry: Mapping[str, Callable[..., T]],
-    given: Mapping[str, object],
+    settings: Mapping[str, object],
 ) -> T:
     call = node if isinstance(node, ast.Call) else None
-    name = _named(kind, text, node)
-    positional = [_value(kind, text, value, registry) for value in (call.args if call else ())]
+    name = _get_member_name(kind, text, node)
+    positional = [_parse_value(kind, text, value, registry) for value in (call.args if call else ())]
     options: dict[str, object] = {}
     for keyword in call.keywords if call else ():
         if keyword.arg is None:
             raise ConfigError(f"{kind} {text!r}: write it as name or name(option=value)")
-        if keyword.arg in given and ":" not in name:
+        if keyword.arg in settings and ":" not in name:
             raise ConfigError(f"{kind} {text!r}: {keyword.arg} is a setting of its own, not an option here")
-        options[keyword.arg] = _value(kind, text, keyword.value, registry)
+        options[keyword.arg] = _parse_value(kind, text, keyword.value, registry)
     if ":" in name:
-        target = imported(kind, name)
+        target = import_object(kind, name)
         if call is None and not (isinstance(target, type) or inspect.isroutine(target)):
             return target  # type: ignore[return-value]
         member: Callable[..., T] = target  # type: ignore[assignment]
-        given = taken(member, given)
+        settings = select_accepted(member, settings)
     elif name in registry:
         member = registry[name]
     else:
         raise UnknownName(kind, name, registry)
     try:
-        return member(*positional, **{**given, **options})
+        return member(*positional, **{**settings, **options})
     except TypeError as error:
         reason = str(error).rpartition("__init__() ")[2] or str(error)
         reason = reason.partition(". Did you mean ")[0]  # Python's own hint, from 3.13 on
-        raise ConfigError(f"{kind} {text!r}: {reason}; {_instead(name, member, options)}") from None
+        raise ConfigError(f"{kind} {text!r}: {reason}; {_suggest_options(name, member, options)}") from None
 
 
-def options_of(member: Callable[..., object]) -> str:
+def format_options(factory: Callable[..., object]) -> str:
     """Formats the options of a part with literal defaults; empty if it has no signature.
 
     >>> format_options(lambda codec, density=0.01: None)
     'codec, density=0.01'
     """
     try:
-        parameters = inspect.signature(member).parameters.values()
+        parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
         return ""
     literal = (bool, int, float, str)
@@ -277,20 +282,20 @@ def options_of(member: Callable[..., object]) -> str:
     )
 
 
-def _instead(name: str, member: Callable[..., object], given: Iterable[str]) -> str:
+def _suggest_options(name: str, factory: Callable[..., object], options: Iterable[str]) -> str:
     """Describes the options that a part accepts, for an error message."""
-    accepted_options = options_of(member)
+    accepted_options = format_options(factory)
     names = [option.partition("=")[0] for option in accepted_options.split(", ")]
-    close = [match for name in given if name not in names for match in get_close_matches(name, names, n=1)]
+    close = [match for name in options if name not in names for match in get_close_matches(name, names, n=1)]
     return f"{f'did you mean {close[0]}? ' if close else ''}{name} takes {accepted_options or 'no options'}"
 
 
-def taken(member: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
+def select_accepted(factory: Callable[..., object], options: Mapping[str, object]) -> dict[str, object]:
     """Selects the options that a part accepts."""
-    return {name: value for name, value in given.items() if name in inspect.signature(member).parameters}
+    return {name: value for name, value in options.items() if name in inspect.signature(factory).parameters}
 
 
-def _value(kind: str, text: str, node: ast.expr, registry: Mapping[str, Callable[..., T]]) -> object:
+def _parse_value(kind: str, text: str, node: ast.expr, registry: Mapping[str, Callable[..., T]]) -> object:
     try:
         value: object = ast.literal_eval(node)
     except (ValueError, SyntaxError):

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from farflung.errors import CheckpointError
-from farflung.files import json_of, reading, write_whole, writing
+from farflung.files import parse_json, wrap_read_errors, wrap_write_errors, write_atomically
 from farflung.trees import pack_tensors, unpack_tensors
 from farflung.types import Json, State
 
@@ -52,15 +52,15 @@ def save_tree(path: Path, tree: State) -> None:
         except SafetensorError as error:  # its text contains the system's error
             raise OSError(str(error)) from None
         with partial.open("r+b") as file:
-            _, offset, digest = _digest(file)
+            _, offset, digest = _compute_digest(file)
             file.seek(offset)
             file.write(digest)
             file.flush()
             os.fsync(file.fileno())
 
-    with writing(path):
+    with wrap_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, write)
+    write_atomically(path, write)
 
 
 def load_tree(path: Path) -> State:
@@ -71,12 +71,12 @@ def load_tree(path: Path) -> State:
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such checkpoint file")
-    with reading(path, "cut short or damaged; remove it to use an older one", CheckpointError):
+    with wrap_read_errors(path, "cut short or damaged; remove it to use an older one", CheckpointError):
         try:
             with safe_open(path, framework="pt") as file:
-                header = _about(path, file.metadata() or {})
+                header = _read_header(path, file.metadata() or {})
                 with path.open("rb") as content:
-                    stored_digest, _, digest = _digest(content)
+                    stored_digest, _, digest = _compute_digest(content)
                 if stored_digest != digest:
                     raise CheckpointError(
                         f"{path}: damaged (the bytes are not those of its checksum); remove it to use an older one"
@@ -84,7 +84,7 @@ def load_tree(path: Path) -> State:
                 flat: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(str(error)) from None
-        return _grown({**flat, **header["values"]})
+        return _unflatten({**flat, **header["values"]})
 
 
 def pack_tree(tree: State) -> Tensor:
@@ -104,15 +104,15 @@ def unpack_tree(content: Tensor) -> State:
     Raises:
       CheckpointError: The bytes are damaged or of another format.
     """
-    with reading(Path("the state of the run"), "damaged", CheckpointError):
+    with wrap_read_errors(Path("the state of the run"), "damaged", CheckpointError):
         text, *tensors = unpack_tensors(content)
         header = json.loads(bytes(text.numpy()))
         if header["format"] != _FORMAT:
             raise CheckpointError(f"the state of the run has format {header['format']}, not {_FORMAT}")
-        return _grown({**dict(zip(header["tensors"], tensors, strict=True)), **header["values"]})
+        return _unflatten({**dict(zip(header["tensors"], tensors, strict=True)), **header["values"]})
 
 
-def _grown(leaves: Mapping[str, Any]) -> State:
+def _unflatten(leaves: Mapping[str, Any]) -> State:
     """Builds nested dicts from leaves by path."""
     tree: State = {}
     for name, leaf in leaves.items():
@@ -124,11 +124,11 @@ def _grown(leaves: Mapping[str, Any]) -> State:
     return tree
 
 
-def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _read_header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Reads and checks the header that :func:`save_tree` wrote."""
     if _META not in metadata:
         raise CheckpointError(f"{path}: not written by farflung")
-    header: Any = json_of(metadata[_META])
+    header: Any = parse_json(metadata[_META])
     version = header["format"] if "values" in header else 1
     if version != _FORMAT:
         raise CheckpointError(
@@ -138,7 +138,7 @@ def _about(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     return dict(header)
 
 
-def _digest(file: IO[bytes]) -> tuple[bytes, int, bytes]:
+def _compute_digest(file: IO[bytes]) -> tuple[bytes, int, bytes]:
     """Returns the stored digest of a file of :func:`save_tree`, its offset, and the computed digest, in hexadecimal.
 
     Raises:

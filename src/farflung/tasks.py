@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from typing import Any, Generic, TypeVar, cast
 
-__all__ = ["Pending", "Task", "done", "failed", "first_of"]
+__all__ = ["Pending", "Task", "create_completed", "create_failed", "wait_any"]
 
 T = TypeVar("T")
 
@@ -23,50 +23,50 @@ class Pending(Generic[T]):
     so the first of several reasons to end a wait wins.
     """
 
-    __slots__ = ("_callbacks", "_done", "_error", "_lock", "_value")
+    __slots__ = ("_callbacks", "_is_done", "_error", "_lock", "_value")
 
     def __init__(self) -> None:
-        self._done = False
+        self._is_done = False
         self._value: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Pending[T]], None]] = []
         self._lock = threading.Lock()
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Returns True if a value or an error has been set."""
-        return self._done
+        return self._is_done
 
     @property
     def error(self) -> BaseException | None:
         """Error that was set, if any."""
         return self._error
 
-    def set(self, value: T) -> None:
+    def set_result(self, value: T) -> None:
         """Completes this result with a value."""
         self._complete(value, None)
 
-    def fail(self, error: BaseException) -> None:
+    def set_exception(self, error: BaseException) -> None:
         """Completes this result with an error, which awaiting it raises."""
         self._complete(None, error)
 
-    def follow(self, other: Pending[T]) -> None:
+    def follow(self, source: Pending[T]) -> None:
         """Completes this result once ``source`` completes, with the same value or error."""
-        other.on_done(lambda _: self._complete(other._value, other._error))
+        source.add_done_callback(lambda _: self._complete(source._value, source._error))
 
     def _complete(self, value: T | None, error: BaseException | None) -> None:
         with self._lock:
-            if self._done:
+            if self._is_done:
                 return
-            self._value, self._error, self._done = value, error, True
+            self._value, self._error, self._is_done = value, error, True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(self)
 
-    def on_done(self, callback: Callable[[Pending[T]], None]) -> None:
+    def add_done_callback(self, callback: Callable[[Pending[T]], None]) -> None:
         """Calls ``callback(self)`` at completion on the completing thread, or immediately if done."""
         with self._lock:
-            if not self._done:
+            if not self._is_done:
                 self._callbacks.append(callback)
                 return
         callback(self)
@@ -77,43 +77,43 @@ class Pending(Generic[T]):
         Raises:
           RuntimeError: The result is not done.
         """
-        if not self._done:
+        if not self._is_done:
             raise RuntimeError("the result is not there yet")
         if self._error is not None:
             raise self._error
         return cast(T, self._value)
 
-    def block(self) -> None:
+    def wait_until_done(self) -> None:
         """Blocks the calling thread until done; every wait inside a runtime ends by its deadline."""
-        if not self._done:
+        if not self._is_done:
             # Uses a plain lock, since an Event acquires the interpreter lock several times more.
             completion = threading.Lock()
             completion.acquire()
-            self.on_done(lambda _: completion.release())
+            self.add_done_callback(lambda _: completion.release())
             completion.acquire()
 
     def wait(self) -> T:
         """Blocks the calling thread until done; returns the value or raises the error."""
-        self.block()
+        self.wait_until_done()
         return self.result()
 
     def __await__(self) -> Generator[Pending[Any], None, T]:
-        if not self._done:
+        if not self._is_done:
             yield self
         return self.result()
 
 
-def done(value: T) -> Pending[T]:
+def create_completed(value: T) -> Pending[T]:
     """Creates a result that has completed with a value."""
     pending: Pending[T] = Pending()
-    pending.set(value)
+    pending.set_result(value)
     return pending
 
 
-def failed(error: BaseException) -> Pending[Any]:
+def create_failed(error: BaseException) -> Pending[Any]:
     """Creates a result that has completed with an error."""
     pending: Pending[Any] = Pending()
-    pending.fail(error)
+    pending.set_exception(error)
     return pending
 
 
@@ -134,32 +134,32 @@ class Task(Pending[T]):
         coroutine: Coroutine[Pending[Any], None, T],
         schedule: Callable[[Callable[[], None]], None],
         *,
-        at_once: bool = False,
+        eager_start: bool = False,
     ) -> None:
         super().__init__()
         self._coroutine = coroutine
         self._schedule = schedule
-        if at_once:
+        if eager_start:
             self._step()
         else:
             schedule(self._step)
 
     def _step(self) -> None:
-        if self._done:
+        if self._is_done:
             self._coroutine.close()
             return
         try:
             while True:
                 dependency = self._coroutine.send(None)
-                if not dependency.done:
-                    dependency.on_done(self._resume)
+                if not dependency.is_done:
+                    dependency.add_done_callback(self._resume)
                     return
         except StopIteration as stop:
-            self.set(stop.value)
+            self.set_result(stop.value)
         except BaseException as error:
-            self.fail(error)
+            self.set_exception(error)
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Closes the coroutine of a task that nothing awaits any more."""
         self._coroutine.close()
 
@@ -167,9 +167,9 @@ class Task(Pending[T]):
         self._schedule(self._step)
 
 
-def first_of(pendings: Iterable[Pending[Any]]) -> Pending[int]:
+def wait_any(pendings: Iterable[Pending[Any]]) -> Pending[int]:
     """Returns the pending index of the result that completes first; ties go to the lowest index."""
     first: Pending[int] = Pending()
     for index, pending in enumerate(pendings):
-        pending.on_done(lambda _, index=index: first.set(index))  # type: ignore[misc]
+        pending.add_done_callback(lambda _, index=index: first.set_result(index))  # type: ignore[misc]
     return first

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TypeAlias
 
 from farflung.errors import DataError
-from farflung.files import JsonLinesFile, json_lines
+from farflung.files import JsonLinesFile, read_json_lines
 from farflung.types import Json
 
 __all__ = [
-    "BYTES",
-    "TIMES",
+    "BYTE_FIELDS",
+    "TIME_FIELDS",
     "Event",
-    "JsonLines",
+    "JsonLinesSink",
     "Sink",
     "Telemetry",
-    "both",
+    "combine_sinks",
     "count_refusals",
-    "number",
     "read_events",
+    "read_number",
 ]
 
 Event: TypeAlias = "dict[str, Json]"
@@ -29,11 +29,11 @@ Event: TypeAlias = "dict[str, Json]"
 Sink: TypeAlias = "Callable[[Event], None]"
 """Function that receives events."""
 
-TIMES = frozenset(
+TIME_FIELDS = frozenset(
     {"compute_s", "data_s", "duration_s", "exposed_s", "held", "held_nbytes", "scoring_s", "t", "time_s"}
 )
 """Names of all event fields that depend on the run's clock: seconds, and the buffer fill of a stream."""
-BYTES = frozenset({"bytes_sent", "bytes_sent_per_replica", "bytes_sent_to"})
+BYTE_FIELDS = frozenset({"bytes_sent", "bytes_sent_per_replica", "bytes_sent_to"})
 """Names of event fields with sent bytes, which depend on the network if it selects the collective."""
 
 
@@ -55,17 +55,17 @@ class Telemetry:
             sink(entry)
 
 
-def both(one: Sink, other: Sink) -> Sink:
+def combine_sinks(first: Sink, second: Sink) -> Sink:
     """Creates a sink that passes each event to two others."""
 
     def emit(event: Event) -> None:
-        one(event)
-        other(event)
+        first(event)
+        second(event)
 
     return emit
 
 
-class JsonLines(JsonLinesFile):
+class JsonLinesSink(JsonLinesFile):
     """Sink that appends to a file, flushed at least every second and at every event except steps."""
 
     def __call__(self, event: Event) -> None:
@@ -85,7 +85,7 @@ def read_events(path: Path) -> list[Event]:
             raise TypeError("no name of an event, or no rank")
         events.append(event)
 
-    json_lines(path, "not an event; the file is damaged", add_event, DataError)
+    read_json_lines(path, "not an event; the file is damaged", add_event, DataError)
     return events
 
 
@@ -94,11 +94,11 @@ def count_refusals(events: Iterable[Event]) -> Counter[str]:
     refusals: Counter[str] = Counter()
     for event in events:
         if event["event"] == "refused":
-            refusals.update({name: int(number(event, name)) for name in ("messages", "connections")})
+            refusals.update({name: int(read_number(event, name)) for name in ("messages", "connections")})
     return refusals
 
 
-def number(values: Mapping[str, Json], name: str, of: str = "") -> float:
+def read_number(values: Mapping[str, Json], name: str, source: str = "") -> float:
     """Reads one number of an event or summary.
 
     Args:
@@ -111,8 +111,10 @@ def number(values: Mapping[str, Json], name: str, of: str = "") -> float:
     """
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        of = of or (f"rank {values['rank']}" if "rank" in values else "the run")
+        source = source or (f"rank {values['rank']}" if "rank" in values else "the run")
         if "event" in values:
-            raise DataError(f"{of}: no number {name} in an event ({values['event']}); its events are damaged")
-        raise DataError(f"{of} has no number {name}: it is damaged or of another kind")
+            raise DataError(
+                f"{source}: no number {name} in an event ({values['event']}); its events are damaged"
+            )
+        raise DataError(f"{source} has no number {name}: it is damaged or of another kind")
     return value

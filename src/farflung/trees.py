@@ -13,51 +13,54 @@ from torch import Tensor
 from farflung.types import CodecState, Payload, State
 
 __all__ = [
-    "keys_of",
-    "only_seeds",
+    "clone_shared",
+    "has_only_seeds",
+    "has_shared_memory",
+    "list_keys",
+    "map_tensors",
     "pack_tensors",
-    "rebuilt",
-    "shares_memory",
     "unpack_tensors",
-    "unshared",
 ]
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def rebuilt(payload: Payload, replace: Callable[[Tensor], Tensor]) -> Payload:
+def map_tensors(payload: Payload, replace: Callable[[Tensor], Tensor]) -> Payload:
     """Builds an equal tree whose tensors are replaced by a function, depth first."""
     return Payload(
         tuple(
-            rebuilt(part, replace) if isinstance(part, Payload) else replace(part) for part in payload.parts
+            map_tensors(part, replace) if isinstance(part, Payload) else replace(part)
+            for part in payload.parts
         )
     )
 
 
-def shares_memory(one: Tensor, other: Tensor) -> bool:
+def has_shared_memory(first: Tensor, second: Tensor) -> bool:
     """Returns True if both tensors are views of the same storage."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-def unshared(payload: Payload, tensor: Tensor) -> Payload:
+def clone_shared(payload: Payload, tensor: Tensor) -> Payload:
     """Clones the parts of a payload that share memory with ``tensor``, so that it can be overwritten."""
-    return rebuilt(payload, lambda part: part.clone() if shares_memory(part, tensor) else part)
+    return map_tensors(payload, lambda part: part.clone() if has_shared_memory(part, tensor) else part)
 
 
-def only_seeds(state: CodecState) -> bool:
+def has_only_seeds(state: CodecState) -> bool:
     """Returns True if a state consists of seeds, so that its tensor can be split differently at each step."""
-    return _only_seeds(state.shared) and _only_seeds(state.local)
+    return _has_only_seeds(state.shared) and _has_only_seeds(state.local)
 
 
-def _only_seeds(tree: State) -> bool:
-    return all(key == "seed" or (isinstance(node, dict) and _only_seeds(node)) for key, node in tree.items())
+def _has_only_seeds(tree: State) -> bool:
+    return all(
+        key == "seed" or (isinstance(node, dict) and _has_only_seeds(node)) for key, node in tree.items()
+    )
 
 
-def keys_of(tree: State, prefix: str = "") -> set[str]:
+def list_keys(tree: State, prefix: str = "") -> set[str]:
     """Lists the keys of nested dicts, joined by dots."""
     keys = {prefix + key for key in tree}
     return keys.union(
-        *(keys_of(node, f"{prefix}{key}.") for key, node in tree.items() if isinstance(node, dict))
+        *(list_keys(node, f"{prefix}{key}.") for key, node in tree.items() if isinstance(node, dict))
     )
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 from torch import Tensor, nn
 
 from farflung.data import fashion_mnist
-from farflung.data.source import Which
+from farflung.data.source import Variant
 from farflung.engine import buckets
 from farflung.recipes import RECIPES
 from farflung.types import Workload
@@ -219,7 +219,7 @@ class _Uneven(nn.Module):
 
 
 @functools.cache  # the runs of one process share the samples
-def _uneven(data: Which = "packaged") -> Workload:
+def _uneven(data: Variant = "packaged") -> Workload:
     """The images of the package, mirrored at random."""
     defaults = {"batch_size": 8, "learning_rate": 0.02, "momentum": 0.9, "weight_decay": 1e-4, "steps": 20}
     return Classification(UNEVEN, _Uneven, functools.partial(fashion_mnist.load, data), defaults)
@@ -228,5 +228,8 @@ def _uneven(data: Which = "packaged") -> Workload:
 @contextmanager
 def known() -> Iterator[None]:
     """Inside, the workload has its name, and a first bucket is full with 64 KiB."""
-    with mock.patch.dict(WORKLOADS, {UNEVEN: _uneven}), mock.patch.object(buckets, "FIRST_NBYTES", 1 << 16):
+    with (
+        mock.patch.dict(WORKLOADS, {UNEVEN: _uneven}),
+        mock.patch.object(buckets, "FIRST_BUCKET_NBYTES", 1 << 16),
+    ):
         yield

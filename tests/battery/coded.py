@@ -27,7 +27,7 @@ def outcome() -> dict[str, Any]:
     weights: list[torch.Tensor] = []
 
     async def train(coordinator: Coordinator) -> float:
-        coordinator.settle()
+        coordinator.activate_partitions()
         problem = Problem(coordinator, Logistic(), labels[:, None])
         state = await solve(GD(learning_rate=0.01, tol=1e-15), problem, max_iterations=ITERATIONS)
         weights.append(state.weights)

@@ -18,9 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farflung.calibration import forward_flops
-from farflung.devices import device_profile
-from farflung.runs import DEVICE, Prepared, RunConfig, RunFolder, SimulatedConfig, joining, simulate_prepared
+from farflung.calibration import count_forward_flops
+from farflung.devices import find_device
+from farflung.runs import (
+    DEFAULT_DEVICE,
+    PreparedRun,
+    RunConfig,
+    RunFolder,
+    SimulatedConfig,
+    joining,
+    simulate_prepared,
+)
 from farflung.state_trees import load_tree
 from farflung.telemetry import Event
 from farflung.wall import LaunchEnv
@@ -103,12 +111,12 @@ def virtual_half(case: Case, path: Path, steps: int, *, resumed: bool) -> None:
     """One half in virtual time."""
     with known():
         config = SimulatedConfig.resolve({**case.whole, "network": case.network, "steps": steps})
-        device = device_profile(DEVICE, forward_flops=forward_flops(config.task))
+        device = find_device(DEFAULT_DEVICE, forward_flops=count_forward_flops(config.task))
         config = replace(
             config, device=replace(device, coding=None)
         )  # times of networks, not of this or that codec
-        folder = RunFolder(path, resumed=resumed)
-        run = Prepared(config, folder)
+        folder = RunFolder(path, is_resumed=resumed)
+        run = PreparedRun(config, folder)
         simulate_prepared(run)
 
 
@@ -122,9 +130,9 @@ def wall(pool: Pool, case: Case, path: Path, replay: Path) -> dict[str, Any]:
         resumed = until == steps
         with known():
             config = RunConfig.resolve({**case.whole, "steps": until})
-        timed = any(decision.timing for decision in RunFolder(replay.parent).decided())
+        timed = any(decision.timing for decision in RunFolder(replay.parent).load_decisions())
         again = replay if timed and not resumed else None
-        with RunFolder(path, resumed=resumed).begun(config.to_json(), again):
+        with RunFolder(path, is_resumed=resumed).begin_run(config.to_json(), again):
             pass
         pool.run(
             config.workers,
@@ -155,8 +163,8 @@ def wall_half(
         case = CASES[name]
         assert case is not None
         config = RunConfig.resolve({**case.whole, "steps": steps})
-        run = Prepared(config, RunFolder(Path(path), resumed=resumed))
-        joining.join(run, _nobody, env)
+        run = PreparedRun(config, RunFolder(Path(path), is_resumed=resumed))
+        joining.join_run(run, _nobody, env)
 
 
 # --- what they leave behind -----------------------------------------------------------------------------------
@@ -196,7 +204,7 @@ def _leg(end: Event) -> Event:
 
 
 def _events(path: Path) -> list[list[Event]]:
-    return [own for _, own in sorted(RunFolder(path, resumed=True).events().items())]
+    return [own for _, own in sorted(RunFolder(path, is_resumed=True).load_events().items())]
 
 
 def _sha(value: object) -> str:

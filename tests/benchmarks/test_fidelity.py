@@ -19,7 +19,7 @@ from benchmarks.fidelity.cells import Cell
 from benchmarks.fidelity.networks import DELAY_MS, DRAWN, LOSS, RATE_MBPS, drawn
 from benchmarks.fidelity.order import Timed, agreement, tau, without_one
 from benchmarks.fidelity.recipes import DENSE, EACH, RECIPES, UNPACED, dealt
-from farflung.network import NetworkProfile, network_profile
+from farflung.network import NetworkProfile, find_network
 
 NODES = 4
 
@@ -29,7 +29,7 @@ def profiles(seed: int, folder: Path) -> list[NetworkProfile]:
     for name, text in drawn(seed, NODES).items():
         file = folder / f"{name}.toml"
         file.write_text(text, encoding="utf-8")
-        found.append(network_profile(str(file)))
+        found.append(find_network(str(file)))
     return found
 
 
@@ -47,13 +47,14 @@ def test_drawn_networks_cover_their_ranges_and_keep_to_them(seed: int, tmp_path:
     assert [profile.nodes for profile in found] == [NODES] * DRAWN
     strata = Counter(
         math.floor(
-            DRAWN * math.log(1e3 * profile.link(0, 1).latency_s / DELAY_MS[0]) / math.log(DELAY_MS[1]) + 1e-2
+            DRAWN * math.log(1e3 * profile.get_link(0, 1).latency_s / DELAY_MS[0]) / math.log(DELAY_MS[1])
+            + 1e-2
         )
         for profile in found
     )
     assert max(strata.values()) <= 2, "rounding may move one into the next"
     assert len(strata) >= DRAWN - 1
-    losses = sorted(profile.link(0, 1).loss for profile in found)
+    losses = sorted(profile.get_link(0, 1).loss for profile in found)
     assert losses[: DRAWN // 2] == [0.0] * (DRAWN // 2)
     assert LOSS[0] * 0.9 <= losses[DRAWN // 2] <= losses[-1] <= LOSS[1]
     for profile in found:

@@ -26,7 +26,7 @@ from benchmarks.mercury.plan import scored
 from benchmarks.mercury.run import NotTrained, stored
 from benchmarks.mercury.variance import worth
 from benchmarks.mercury.watched import Found, Point, Watched
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 pytestmark = pytest.mark.usefixtures("unframed")
 
@@ -175,9 +175,9 @@ def test_fewer_samples_are_held_and_looked_at() -> None:
 
 def test_of_a_long_tail_all_samples_of_the_first_class_are_held_and_few_of_the_last() -> None:
     task = replace(uniform("fashion"), tail=0.01)._task()
-    train = task.datasets()[0]
+    train = task.load_datasets()[0]
     counts = train.take(torch.arange(len(train)), train=False).targets.bincount().tolist()
-    whole = workload("fashion-mnist/mlp").datasets()[0]
+    whole = create_workload("fashion-mnist/mlp").load_datasets()[0]
     most = len(whole) // 10
     assert counts == [round(most * 0.01 ** (label / 9)) for label in range(10)]
 

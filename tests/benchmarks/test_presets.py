@@ -19,9 +19,9 @@ from benchmarks.presets.methods import METHODS, REFERENCE
 from benchmarks.presets.muon import MuonAdamW, MuonAdamWSettings
 from benchmarks.presets.times import Pace, Paces, _phases, _simulated
 from farflung import simulate
-from farflung.recipes import recipe
+from farflung.recipes import parse_recipe
 from farflung.telemetry import Event
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 from farflung.workloads.shakespeare import GPT
 from tests.covering import thorough
 
@@ -85,8 +85,8 @@ def test_steps_that_were_not_simulated_take_as_long_as_the_last_blocks() -> None
     "name", ["synchronous", *thorough("pipe_sgd", "dga", "local_sgd", "diloco", "streaming_diloco")]
 )
 def test_simulating_some_steps_tells_when_all_would_end(name: str) -> None:
-    steps, task = 230, workload("synthetic/quadratic")
-    pace = Pace(**_simulated(task, "four-regions", recipe(name).settings, steps)["pace"])
+    steps, task = 230, create_workload("synthetic/quadratic")
+    pace = Pace(**_simulated(task, "four-regions", parse_recipe(name).settings, steps)["pace"])
     assert len(pace.ends_s) < steps
     told: dict[str, Any] = {"network": "four-regions", "workers": 4, "device": "cpu-core"}
     run = simulate(task, name, steps=steps, evaluate_every=0, checkpoint_every=0, **told)
@@ -96,15 +96,15 @@ def test_simulating_some_steps_tells_when_all_would_end(name: str) -> None:
 
 
 def test_what_changes_on_its_way_is_timed_in_two_parts() -> None:
-    (first, until), (later, rest) = _phases(recipe("post_local_sgd"), 2000)
+    (first, until), (later, rest) = _phases(parse_recipe("post_local_sgd"), 2000)
     assert (first["schedule"], until) == ("synchronous", 1000)
     assert (later["schedule"], rest) == ("local_sgd(sync_every=16)", 1000)
-    assert [steps for _, steps in _phases(recipe("post_local_sgd"), 50)] == [50]
+    assert [steps for _, steps in _phases(parse_recipe("post_local_sgd"), 50)] == [50]
     (_, warmup), (grown, rest) = _phases(
-        recipe("diloco").but(schedule="diloco(sync_every=50, warmup=100)"), 2000
+        parse_recipe("diloco").with_members(schedule="diloco(sync_every=50, warmup=100)"), 2000
     )
     assert (warmup, rest, grown["schedule"]) == (100, 1900, "diloco(sync_every=50)")
-    (_, dense), (low_rank, rest) = _phases(recipe("powersgd"), 2000)
+    (_, dense), (low_rank, rest) = _phases(parse_recipe("powersgd"), 2000)
     assert (dense, rest, low_rank["reducer"]) == (200, 1800, "powersgd(dense_steps=0)")
 
 
@@ -122,7 +122,7 @@ def test_a_training_counts_bytes_and_goes_on_where_it_was_cut_off(
     seen: list[Event] = []
 
     def cut_off(*args: Any, **settings: Any) -> None:
-        simulate(*args, stop_asked=lambda: len(seen) >= 30, show=seen.append, **settings)
+        simulate(*args, should_stop=lambda: len(seen) >= 30, sink=seen.append, **settings)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("benchmarks.presets.language.simulate", cut_off)
@@ -137,7 +137,7 @@ def test_muon_takes_hidden_matrices_and_goes_on_from_its_state() -> None:
     settings = MuonAdamWSettings(width=16, symbols=task.symbols)
 
     def made() -> tuple[torch.nn.Module, MuonAdamW]:
-        model = task.model(torch.Generator().manual_seed(0))
+        model = task.build_model(torch.Generator().manual_seed(0))
         parameters = list(model.parameters())
         return model, settings.make(parameters, learning_rate=0.01, momentum=0.0, weight_decay=0.1)
 

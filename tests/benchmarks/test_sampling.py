@@ -216,14 +216,14 @@ def test_scoring_is_hidden_where_links_are_slow_and_charged_where_they_are_fast(
 
 @pytest.mark.thorough
 def test_fashion_mnist_with_a_tail_and_with_wrong_labels() -> None:
-    whole, test = halved.fashion().datasets()
+    whole, test = halved.fashion().load_datasets()
     assert whole.take(torch.tensor([0]), train=True).inputs.shape == (1, 1, 14, 14)
     assert len(test) in {2000, 10_000}
-    sizes = torch.bincount(halved.fashion_long_tail().datasets()[0].labels)  # type: ignore[arg-type]
+    sizes = torch.bincount(halved.fashion_long_tail().load_datasets()[0].labels)  # type: ignore[arg-type]
     assert sizes[-1] / sizes[0] == pytest.approx(halved.TAIL)
     ratios = sizes[1:] / sizes[:-1]
     assert ratios.max() / ratios.min() == pytest.approx(1, rel=0.05)
-    noisy = halved.fashion_noisy().datasets()[0]
+    noisy = halved.fashion_noisy().load_datasets()[0]
     assert whole.labels is not None
     assert noisy.labels is not None
     wrong = float((noisy.labels != whole.labels).double().mean())
@@ -233,7 +233,7 @@ def test_fashion_mnist_with_a_tail_and_with_wrong_labels() -> None:
 
 def test_cifar10_at_half_size_is_not_augmented() -> None:
     try:
-        train, test = halved.cifar10().datasets()
+        train, test = halved.cifar10().load_datasets()
     except DataError as error:
         pytest.skip(str(error))
     ids = torch.arange(4)

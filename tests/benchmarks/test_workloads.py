@@ -26,14 +26,14 @@ from benchmarks.workloads import aid, covtype, news, speech_commands, svhn
 from benchmarks.workloads.speech_commands import BANDS, FRAMES, RATE, log_mel, read_wav
 from farflung.config import Training
 from farflung.data import TensorDataset
-from farflung.data.catalog import source_named
+from farflung.data.catalog import lookup_source
 from farflung.data.source import File, Location, Source
 from farflung.errors import DataError
 from farflung.loop import Replica
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.sim import VirtualWorld
 from farflung.types import Batch
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 from tests.covering import thorough
 from tests.data.test_source import pack
 
@@ -73,7 +73,7 @@ SOURCES = (
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_data_sets_are_found_by_module(name: str) -> None:
-    assert isinstance(source_named(f"benchmarks.workloads.{name}"), Source)
+    assert isinstance(lookup_source(f"benchmarks.workloads.{name}"), Source)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_data_sets_are_found_by_module(name: str) -> None:
 )
 def test_models_and_data(name: str) -> None:
     """Names are those of stored results."""
-    task = workload(f"benchmarks.workloads.{MADE_BY[name]}")
+    task = create_workload(f"benchmarks.workloads.{MADE_BY[name]}")
     assert task.name == name
     shape, values, classes, parameters, first = GOLDEN[name]
     random = torch.Generator().manual_seed(1)
@@ -91,12 +91,12 @@ def test_models_and_data(name: str) -> None:
         else torch.randn(4, *shape, generator=random)
     )
     batch = Batch(inputs, torch.randint(classes, (4,), generator=random))
-    model = task.model(torch.Generator().manual_seed(0)).eval()
+    model = task.build_model(torch.Generator().manual_seed(0)).eval()
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     with torch.no_grad():
-        assert task.loss(model, batch).mean().item() == pytest.approx(first, rel=1e-3)
+        assert task.compute_losses(model, batch).mean().item() == pytest.approx(first, rel=1e-3)
     try:
-        train, _ = task.datasets()
+        train, _ = task.load_datasets()
     except DataError as error:
         assert "was not found" in str(error)  # noqa: PT017
         pytest.skip(str(error))
@@ -147,7 +147,7 @@ def test_average_precision_is_that_of_scikit_learn() -> None:
     training = Training(batch_size=4, steps=1, learning_rate=0.1, seed=5)
     found = world.run([evaluated(one) for one in replicas_in(world, task, training, {})])
     assert found == [found[0]] * 3
-    logits = task.model(generator(5, "model"))(inputs).detach()
+    logits = task.build_model(create_generator(5, "model"))(inputs).detach()
     margins = ((logits[:, 1] - logits[:, 0] + 16) * 32).long()
     assert found[0] == pytest.approx(average_precision_score(targets, margins), abs=1e-12)
 
@@ -157,7 +157,7 @@ def test_average_precision_is_that_of_scikit_learn() -> None:
 )
 def test_rare_classes_of_covertype(made: Callable[[], Any], share: float) -> None:
     task = made()
-    assert workload(f"benchmarks.workloads.covtype:{made.__name__}").name == task.name
+    assert create_workload(f"benchmarks.workloads.covtype:{made.__name__}").name == task.name
     try:
         train, test = task.datasets()
     except DataError as error:
@@ -440,7 +440,7 @@ def digits(count: int) -> dict[str, Any]:
 def test_svhn(tmp_path: Path) -> None:
     found = Location(tmp_path, ("train_32x32.mat", "test_32x32.mat"), "folder")
     for name, count in zip(found.names, (12, 3), strict=True):
-        savemat(found.path(name), digits(count), do_compression=True)
+        savemat(found.get_path(name), digits(count), do_compression=True)
     train, test = svhn.read(found, counts=(12, 3))
     assert train.targets.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2], "10 stands for the digit 0"
     assert len(test) == 3
@@ -450,7 +450,7 @@ def test_svhn(tmp_path: Path) -> None:
         DataError, match=r"train_32x32\.mat: expected X \(32, 32, 3, 13\) .*\(32, 32, 3, 12\)"
     ):
         svhn.read(found, counts=(13, 3))
-    savemat(found.path(found.names[1]), {**digits(3), "y": np.zeros((3, 1))})
+    savemat(found.get_path(found.names[1]), {**digits(3), "y": np.zeros((3, 1))})
     with pytest.raises(DataError, match=r"test_32x32\.mat: expected labels 1 to 10, found 0 to 0"):
         svhn.read(found, counts=(12, 3))
 
@@ -459,7 +459,7 @@ def test_svhn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compress", [False, True])
 def test_truncated_svhn(tmp_path: Path, compress: bool, keep: int) -> None:
     found = Location(tmp_path, ("train_32x32.mat", "test_32x32.mat"), "folder")
-    path = found.path(found.names[0])
+    path = found.get_path(found.names[0])
     savemat(path, digits(12), do_compression=compress)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataError, match=r"train_32x32\.mat: "):

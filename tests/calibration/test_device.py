@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farflung.calibration import calibrate, forward_flops, peak_nbytes
+from farflung.calibration import calibrate, count_forward_flops, measure_peak_nbytes
 from farflung.config import Training
 from farflung.data import TensorDataset
-from farflung.devices import Layer
+from farflung.devices import LayerProfile
 from farflung.errors import ConfigError
 from farflung.types import Batch, Dataset, Json
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 
 class Clock:
@@ -60,22 +60,22 @@ class Work:
     name: str = "slow"
     defaults: Mapping[str, Json] = field(default_factory=dict)
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         return nn.Sequential(
             Slow(self.clock, 0.5, 0.25),
             Slow(self.clock, 1.0, 2.0, 3),
             Slow(self.clock, 4.0, 8.0, 5),
         )
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         losses: Tensor = model(batch.inputs.requires_grad_()).mean(dim=1)
         self.clock.now += 0.125
         return losses
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self.loss(model, batch)
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.compute_losses(model, batch)
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
         data = Loaded(self.clock)
         return data, data
 
@@ -99,8 +99,8 @@ def test_each_layer_gets_its_time() -> None:
     found = calibrate(Work(clock), training(), rounds=2, clock=clock)
     # What has no parameters counts to the layer after it, or to the last; the loss to the last layer.
     assert found.device.layers == (
-        Layer(3, (0.5 + 1.0) / 4, (2.0 + 0.25) / 4),
-        Layer(5, (4.0 + 0.125) / 4, 8.0 / 4),
+        LayerProfile(3, (0.5 + 1.0) / 4, (2.0 + 0.25) / 4),
+        LayerProfile(5, (4.0 + 0.125) / 4, 8.0 / 4),
     )
     assert found.names == ("1", "2")
     assert found.forward_s == (5.625 / 4,) * 3
@@ -124,16 +124,16 @@ def test_what_is_refused() -> None:
     ],
 )
 def test_memory_is_as_predicted(name: str, settings: dict[str, Json]) -> None:
-    work = workload(name)
+    work = create_workload(name)
     found = calibrate(work, Training.resolve(work.defaults, settings), rounds=2)
     assert found.predicted_nbytes == pytest.approx(found.measured_nbytes, rel=0.1)
 
 
 def test_the_layers_are_those_of_the_buckets() -> None:
-    work = workload("fashion-mnist/cnn")
+    work = create_workload("fashion-mnist/cnn")
     found = calibrate(work, Training.resolve(work.defaults, {"batch_size": 4}), rounds=2)
-    numel = sum(parameter.numel() for parameter in work.model(torch.Generator()).parameters())
-    assert found.device.ready_at([0], [numel]) == [1.0]
+    numel = sum(parameter.numel() for parameter in work.build_model(torch.Generator()).parameters())
+    assert found.device.compute_ready_shares([0], [numel]) == [1.0]
     assert found.device.forward_per_sample_s == pytest.approx(found.forward_s.median)
     assert found.device.backward_per_sample_s == pytest.approx(found.backward_s.median)
 
@@ -148,8 +148,8 @@ def test_peak_memory() -> None:
         del view
         torch.zeros(1500)
 
-    assert peak_nbytes(work) == 8000
-    assert peak_nbytes(lambda: None) == 0
+    assert measure_peak_nbytes(work) == 8000
+    assert measure_peak_nbytes(lambda: None) == 0
 
 
 @pytest.mark.parametrize(
@@ -160,4 +160,4 @@ def test_peak_memory() -> None:
     ],
 )
 def test_operations(name: str, flops: int) -> None:
-    assert forward_flops(workload(name)) == flops
+    assert count_forward_flops(create_workload(name)) == flops

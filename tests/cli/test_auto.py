@@ -27,7 +27,7 @@ def summary(folder: Path, command: str, *options: str) -> dict[str, object]:
 @pytest.mark.thorough
 def test_simulated_and_real_runs_send_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = summary(tmp_path, "simulate", "--network", NETWORK)
-    monkeypatch.setenv(joining.NETWORK, NETWORK)
+    monkeypatch.setenv(joining.NETWORK_VARIABLE, NETWORK)
     real = summary(tmp_path, "train")
     for fact in ("bytes_sent_per_replica", "collective", "final_loss"):
         assert real[fact] == simulated[fact], fact

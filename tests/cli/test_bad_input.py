@@ -184,7 +184,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"workload": "fashion-mnist/mlp", "workers": 1, "steps": 2, "data": "packaged"}
     )
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
-    with folder.begun(config.to_json()):
+    with folder.begin_run(config.to_json()):
         pass
     world = VirtualWorld(1)
     replica = make_replica(
@@ -192,7 +192,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config.task,
         config.recipe,
         config.training,
-        checkpoints=folder.checkpoints(0, 1, leader=True),
+        checkpoints=folder.get_checkpoints(0, 1, is_leader=True),
     )
     world.run([replica.run()])
     return folder.path

@@ -1,4 +1,4 @@
-"""``farflung calibrate`` writes the profile that ``device_profile`` reads."""
+"""``farflung calibrate`` writes the profile that ``find_device`` reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farflung.cli.main import main
-from farflung.devices import device_profile
+from farflung.devices import find_device
 
 QUICK = [
     "calibrate",
@@ -30,7 +30,7 @@ def test_a_profile_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = tmp_path / "here.toml"
     assert main([*QUICK, "--name", "here", "--out", str(path), "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)
-    device = device_profile(str(path))
+    device = find_device(str(path))
     assert device.name == "here"
     assert device.optimizer_s == measured["optimizer_s"][1]
     assert [(one.numel, one.forward_s, one.backward_s) for one in device.layers] == [

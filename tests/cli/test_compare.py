@@ -10,7 +10,7 @@ import pytest
 
 from farflung.cli.main import main
 from farflung.errors import ConfigError
-from farflung.runs import RunFolder, variant
+from farflung.runs import RunFolder, parse_variant
 from farflung.runs import comparison as compare
 from tests.refusals import refuse
 
@@ -44,9 +44,9 @@ def test_a_row_is_what_a_run_says(capsys: pytest.CaptureFixture[str], tmp_path: 
     single = ["--recipe", "ring", "--codec", "int8", "--network", "4g", "--checkpoint-every", "0"]
     assert main(["simulate", *SMALL, *single, "--out", str(tmp_path / "one"), "--quiet"]) == 0
     capsys.readouterr()
-    one = [e for e in RunFolder(tmp_path / "one").events()[0] if e["event"] == "step"]
+    one = [e for e in RunFolder(tmp_path / "one").load_events()[0] if e["event"] == "step"]
     (folder,) = (tmp_path / "out" / "runs").glob("ring-codec=int8*4g*")
-    assert [e for e in RunFolder(folder).events()[0] if e["event"] == "step"] == one
+    assert [e for e in RunFolder(folder).load_events()[0] if e["event"] == "step"] == one
     last = found["rows"][-1]
     assert last["bytes_sent_per_replica"] == one[-1]["bytes_sent"]
     assert last["speed_up"] == found["rows"][2]["time_to_target_s"] / last["time_to_target_s"]
@@ -143,15 +143,15 @@ def test_what_is_wrong_is_said_before_anything_begins(
 
 
 def test_variants_are_settings() -> None:
-    assert variant(" ring ") == {"recipe": "ring"}
-    assert variant("ring(codec=chain(topk(density=0.1), int8), learning_rate=1, steps=7)") == {
+    assert parse_variant(" ring ") == {"recipe": "ring"}
+    assert parse_variant("ring(codec=chain(topk(density=0.1), int8), learning_rate=1, steps=7)") == {
         "recipe": "ring", "codec": "chain(topk(density=0.1), int8)", "learning_rate": 1.0, "steps": 7,
     }  # fmt: skip
-    assert variant('ring(codec="topk(density=0.1)", optimizer="adam")') == {
+    assert parse_variant('ring(codec="topk(density=0.1)", optimizer="adam")') == {
         "recipe": "ring", "codec": "topk(density=0.1)", "optimizer": "adam",
     }  # fmt: skip
-    assert variant("ring(optimizer=adamw(eps=1e-6), bucket_nbytes=1000)") == {
+    assert parse_variant("ring(optimizer=adamw(eps=1e-6), bucket_nbytes=1000)") == {
         "recipe": "ring", "optimizer": "adamw(eps=1e-06)", "bucket_nbytes": 1000,
     }  # fmt: skip
     with pytest.raises(ConfigError, match="cannot change 'seed'"):
-        variant("ring(seed=1)")
+        parse_variant("ring(seed=1)")

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes are sent for a moment alone."""
-    monkeypatch.setattr(probing, "MOST_S", 0.01)
+    monkeypatch.setattr(probing, "MAX_SEND_S", 0.01)
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def served(by: Callable[[socket.socket], None] = probing.serve) -> Iterator[str]
         with suppress(OSError):
             by(listener)
 
-    with probing.listening() as listener:
+    with probing.create_listener() as listener:
         thread = Thread(target=until_closed)
         thread.start()
         try:
@@ -87,7 +87,7 @@ def test_a_peer_is_measured_in_both_directions(capsys: pytest.CaptureFixture[str
 def test_one_that_cannot_connect_back_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probing, "_back", lambda link, port, token: "No route to host")
+    monkeypatch.setattr(probing, "_connect_back", lambda link, port, token: "No route to host")
     with served() as peer:
         assert main(["doctor", peer]) == 1
     assert capsys.readouterr().err == (
@@ -160,7 +160,7 @@ def test_what_is_no_question_is_not_answered(question: bytes) -> None:
         theirs, _ = listener.accept()
     with ours:
         ours.sendall(LENGTH.pack(len(question)) + question)
-        probing.answer(theirs)
+        probing.handle_requests(theirs)
         assert theirs.fileno() == -1
         assert ours.recv(1) == b""
 
@@ -169,7 +169,7 @@ def test_it_connects_to_no_host_but_the_one_that_asks() -> None:
     with served() as peer:
         host, port = peer.split(":")
         with (
-            probing.listening() as back,
+            probing.create_listener() as back,
             socket.create_connection((host, int(port)), source_address=("127.0.0.9", 0)) as link,
         ):
             text = json.dumps(
@@ -198,7 +198,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], args: list[st
 
 
 def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with probing.listening() as taken:
+    with probing.create_listener() as taken:
         port = taken.getsockname()[1]
         assert main(["doctor", "--serve", "--port", str(port)]) == 2
     assert capsys.readouterr().err == (

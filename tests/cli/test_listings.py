@@ -13,10 +13,10 @@ from farflung.codecs import CODECS, TopK
 from farflung.data import CATALOG
 from farflung.devices import DEVICES
 from farflung.errors import DataError
-from farflung.handle import carries
+from farflung.handle import describe_attach_support
 from farflung.network import NETWORKS
 from farflung.recipes import RECIPES, Recipe
-from farflung.workloads import DATA, WORKLOADS, data_of, workload
+from farflung.workloads import DATA, WORKLOADS, create_workload, find_dataset
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert list(rows) == sorted(RECIPES)
     for name, row in rows.items():
         assert row["what"] == RECIPES[name].summary
-        assert row["attach"] == carries(RECIPES[name])
+        assert row["attach"] == describe_attach_support(RECIPES[name])
         assert name in table
     assert rows["ring"]["parts"] == {
         "codec": "identity", "reducer": "codec", "collective": "ring", "schedule": "synchronous", "sampler": "uniform",
@@ -123,7 +123,7 @@ def test_workloads(capsys: pytest.CaptureFixture[str]) -> None:
     assert cnn["where"] == "packaged subset"
     assert cnn["at_hand"]
     assert cnn["parameters"] == 105_866
-    assert cnn["defaults"] == workload("fashion-mnist/cnn").defaults
+    assert cnn["defaults"] == create_workload("fashion-mnist/cnn").defaults
     assert rows["cifar10/resnet8"]["samples"] == {"train": 50_000, "test": 10_000}
     assert not rows["cifar10/resnet8"]["at_hand"]
     assert rows["tinyshakespeare/lstm"]["samples"] is None
@@ -165,13 +165,13 @@ def test_workloads_without_their_data_say_how_to_get_it(name: str, source: str) 
     with pytest.raises(
         DataError, match=f"^{source} was not found: .*; fetch it with: farflung data fetch {source}$"
     ):
-        workload(name).datasets()
+        create_workload(name).load_datasets()
 
 
 def test_known_numbers_of_samples_are_right() -> None:
     checked = 0
     for name in WORKLOADS:
-        source = data_of(name)
+        source = find_dataset(name)
         if source is not None and source.samples is not None:
             train, test = source.samples
             assert source.title.startswith((f"{train:,} + {test:,} ", f"{train + test:,} ")), name

@@ -158,7 +158,7 @@ def test_the_end_is_said(stopped: bool, word: str) -> None:
 
 def test_simulated_time_is_marked_and_the_wait_is_the_watchers() -> None:
     clock = Clock()
-    progress = Progress(console=console(), clock=clock, simulated=True)
+    progress = Progress(console=console(), clock=clock, is_simulated=True)
     progress(begin(steps=4))
     for number in range(3):
         clock.now += 60
@@ -226,7 +226,7 @@ RUN = [
 
 def test_elsewhere_there_is_a_line_per_evaluation_and_checkpoint() -> None:
     simulated = console()
-    with Progress(console=simulated, simulated=True) as progress:
+    with Progress(console=simulated, is_simulated=True) as progress:
         for event in (begin(), evaluation(100)):
             progress(event)
     line = "step 100 of 1,000, 0:01:40 simulated: test accuracy 87.3 %, test loss 0.4123\n"
@@ -405,7 +405,7 @@ def test_without_a_thread_a_bar_is_drawn_at_each_change() -> None:
     threads = threading.active_count()
     with Bar("measuring", 2, thread=False, console=to, clock=Clock()) as bar:
         assert threading.active_count() == threads
-        bar.about = "messages"
+        bar.detail = "messages"
         bar.advance(1)
         assert "messages" in written(to)
         assert "1/2" in written(to)

@@ -15,16 +15,16 @@ from farflung.cli.train import Train
 from farflung.coded.coordinator import Settings
 from farflung.coded.run import Learner
 from farflung.comm import Endpoint
-from farflung.config import Training, settings_of
+from farflung.config import Training, list_settings
 from farflung.recipes import Recipe
-from farflung.runs import Prepared, RunConfig, RunFolder, RunOptions, SimulatedConfig, prepare_training
+from farflung.runs import PreparedRun, RunConfig, RunFolder, RunOptions, SimulatedConfig, prepare_training
 from farflung.types import Json
 from tests.refusals import refuse
 
 KNOWN = {
     name: one
-    for name, one in settings_of(Train).items()
-    if name not in ("config", "resume", *Train.elsewhere)
+    for name, one in list_settings(Train).items()
+    if name not in ("config", "resume", *Train.ignored_keys)
 }
 DOCUMENTED = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 
@@ -38,11 +38,11 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a run would have been started with, once ``farflung train`` has been called."""
     seen: dict[str, Any] = {}
 
-    def instead(run: Prepared[RunConfig], **how: object) -> None:
+    def instead(run: PreparedRun[RunConfig], **how: object) -> None:
         seen.update(run.config.to_json(), folder=run.files.path)
         raise Started
 
-    monkeypatch.setattr("farflung.runs.ready_to_train", instead)
+    monkeypatch.setattr("farflung.runs.begin_training", instead)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return seen
@@ -60,8 +60,8 @@ def written(folder: Path, text: str, name: str = "run.toml") -> str:
 
 
 def test_options_have_the_types_that_files_are_checked_against() -> None:
-    assert KNOWN.keys() == {field.name for field in fields(Train)} - {"config", "resume"} - Train.elsewhere
-    assert set(RunConfig.settings().keys()) <= KNOWN.keys()
+    assert KNOWN.keys() == {field.name for field in fields(Train)} - {"config", "resume"} - Train.ignored_keys
+    assert set(RunConfig.list_settings().keys()) <= KNOWN.keys()
     kinds = {"steps": int, "learning_rate": float, "codec": str, "out": Path, "json": bool}
     assert {name: KNOWN[name].kind for name in kinds} == kinds
 
@@ -70,9 +70,9 @@ def test_options_have_the_types_that_files_are_checked_against() -> None:
     "owner", [Endpoint, Learner, Recipe, RunOptions, Settings, SimulatedConfig, Training]
 )
 def test_each_setting_is_explained_in_the_docstring(owner: type) -> None:
-    settings = settings_of(owner)
+    settings = list_settings(owner)
     assert settings
-    assert [name for name, setting in settings.items() if not setting.about] == []
+    assert [name for name, setting in settings.items() if not setting.description] == []
 
 
 def test_keys_are_options_with_either_hyphen(tmp_path: Path, resolved: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ def test_a_stored_configuration_repeats_the_run(tmp_path: Path, resolved: dict[s
             "encrypt": True,
         }
     )
-    with RunFolder(tmp_path / "one").begun(config.to_json()):
+    with RunFolder(tmp_path / "one").begin_run(config.to_json()):
         pass
     train("--config", str(tmp_path / "one" / "config.json"), "--out", str(tmp_path / "two"))
     assert {k: v for k, v in resolved.items() if k != "folder"} == config.to_json()

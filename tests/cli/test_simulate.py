@@ -17,7 +17,7 @@ from farflung.faults import FaultPlan
 from farflung.network import Link, NetworkProfile
 from farflung.runs import Run, RunFolder, simulate
 from farflung.state_trees import load_tree
-from farflung.telemetry import TIMES, Event
+from farflung.telemetry import TIME_FIELDS, Event
 from farflung.types import Decision, Json
 from tests.covering import thorough
 from tests.forks import farflung, ran
@@ -64,7 +64,7 @@ def same_parameters(one: Path, other: Path, step: int) -> bool:
 
 
 def test_several_connections_take_less_time_under_loss_and_change_no_parameter(tmp_path: Path) -> None:
-    lossy = NetworkProfile.uniform(Link(0.05, 20e6, loss=0.02))
+    lossy = NetworkProfile.create_uniform(Link(0.05, 20e6, loss=0.02))
 
     def run(count: str | int) -> Run:
         out = tmp_path / str(count)
@@ -92,9 +92,9 @@ def test_several_connections_take_less_time_under_loss_and_change_no_parameter(t
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, options: dict[str, Json]) -> None:
     one, two, other = (made(tmp_path / name, {**options, "seed": seed}) for name, seed in SEEDS.items())
     for rank in range(4):
-        written = one.telemetry(rank).read_bytes()
-        assert written == two.telemetry(rank).read_bytes()
-        assert written != other.telemetry(rank).read_bytes()
+        written = one.get_telemetry_path(rank).read_bytes()
+        assert written == two.get_telemetry_path(rank).read_bytes()
+        assert written != other.get_telemetry_path(rank).read_bytes()
 
 
 def test_what_a_run_leaves_behind_says_that_it_is_simulated(
@@ -119,15 +119,15 @@ def test_both_worlds_tell_the_same(tmp_path: Path) -> None:
     assert main(["simulate", *SMALL, *settings, "--out", str(tmp_path / "virtual"), "--quiet"]) == 0
 
     def told(name: str) -> dict[int, list[Event]]:
-        events = RunFolder(tmp_path / name).events()
+        events = RunFolder(tmp_path / name).load_events()
         return {rank: [e for e in each if e["event"] != "hello"] for rank, each in events.items()}
 
     real, virtual = told("real"), told("virtual")
     for rank in (0, 1):
         assert [list(event) for event in real[rank]] == [list(event) for event in virtual[rank]]
         for one, other in zip(real[rank], virtual[rank], strict=True):
-            assert {k: v for k, v in one.items() if k not in TIMES} == {
-                k: v for k, v in other.items() if k not in TIMES
+            assert {k: v for k, v in one.items() if k not in TIME_FIELDS} == {
+                k: v for k, v in other.items() if k not in TIME_FIELDS
             }
     assert same_parameters(tmp_path / "real", tmp_path / "virtual", 8)
 
@@ -140,18 +140,26 @@ def test_a_stop_is_a_decision_and_is_made_again(tmp_path: Path, schedule: str) -
     asked = iter([False] * 20 + [True] * 100)  # three replicas ask at each step
     run = simulate(
         "synthetic/quadratic", steps=30, batch_size=4, network="4g", workers=3, schedule=schedule,
-        out=tmp_path / "stopped", stop_asked=lambda: next(asked),
+        out=tmp_path / "stopped", should_stop=lambda: next(asked),
     )  # fmt: skip
     folder, summary = run.files, run.summary
     steps = 9  # the last of the three asks at the end of step 6, when the others have begun step 7
     assert (summary["stopped"], summary["steps"]) == (True, steps)
-    assert read_decisions(folder.decisions)[1:] == [Decision("stop", 8, True, timing=False)]
+    assert read_decisions(folder.decisions_path)[1:] == [Decision("stop", 8, True, timing=False)]
 
     again = tmp_path / "again"
-    options = ["--config", str(folder.config), "--network", "wifi-50mbps", "--out", str(again), "--quiet"]
-    assert main(["simulate", *options, "--replay", str(folder.decisions)]) == 0
+    options = [
+        "--config",
+        str(folder.config_path),
+        "--network",
+        "wifi-50mbps",
+        "--out",
+        str(again),
+        "--quiet",
+    ]
+    assert main(["simulate", *options, "--replay", str(folder.decisions_path)]) == 0
     assert same_parameters(folder.path, again, steps)
-    assert RunFolder(again).decisions.read_bytes() == folder.decisions.read_bytes()
+    assert RunFolder(again).decisions_path.read_bytes() == folder.decisions_path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -177,8 +185,8 @@ def test_a_run_that_was_stopped_goes_on_from_where_it_was(tmp_path: Path, settin
     }  # fmt: skip
     simulate(**given, steps=20, out=tmp_path / "whole")
     asked = iter([False] * (7 * given["workers"] - 1) + [True] * 100)
-    stopped = simulate(**given, steps=30, out=tmp_path / "stopped", stop_asked=lambda: next(asked))
-    at = stopped.files.checkpoints(0, given["workers"], leader=True).newest()
+    stopped = simulate(**given, steps=30, out=tmp_path / "stopped", should_stop=lambda: next(asked))
+    at = stopped.files.get_checkpoints(0, given["workers"], is_leader=True).find_newest()
     assert stopped.summary["stopped"]
     assert at == stopped.summary["steps"]
     assert 8 <= at <= 12, "the first step that none had begun"
@@ -191,11 +199,11 @@ def test_decisions_by_time_are_made_again_on_another_network(
 ) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
     simulated(capsys, first, "--recipe", "delayed", "--network", "4g")
-    log = RunFolder(first).decisions
+    log = RunFolder(first).decisions_path
     assert any(decision.timing for decision in read_decisions(log))
     simulated(capsys, again, "--recipe", "delayed", "--network", "lan-1g", "--replay", str(log))
     assert same_parameters(first, again, 8)
-    assert RunFolder(again).decisions.read_bytes() == log.read_bytes()
+    assert RunFolder(again).decisions_path.read_bytes() == log.read_bytes()
 
 
 @pytest.mark.thorough

@@ -28,8 +28,8 @@ from farflung.codecs import (
 )
 from farflung.codecs import stochastic as stochastic_module
 from farflung.errors import ConfigError, Unsupported
-from farflung.seeding import generator
-from farflung.types import Codec, CodecState, Payload, Placed, Seeds, TensorSpec
+from farflung.seeding import create_generator
+from farflung.types import Codec, CodecState, ParameterSpan, Payload, Seeds, TensorSpec
 from tests.covering import covered
 from tests.helpers import same_bits, same_payload
 
@@ -37,11 +37,11 @@ SEEDS = Seeds(1, 2)
 
 
 def normal(numel: int, *labels: int) -> Tensor:
-    return torch.randn(numel, generator=generator(7, *labels))
+    return torch.randn(numel, generator=create_generator(7, *labels))
 
 
 def there_and_back(codec: Codec, grad: Tensor, seeds: Seeds = SEEDS, step: int = 0) -> tuple[Tensor, Payload]:
-    spec = TensorSpec.of(grad)
+    spec = TensorSpec.from_tensor(grad)
     payload, state = codec.encode(codec.init(spec, seeds), grad, step=step, count=1)
     return codec.decode(state, payload, spec, step=step, count=1), payload
 
@@ -103,14 +103,14 @@ def test_more_entries_than_an_int32_can_name_are_refused(codec: Codec) -> None:
 @pytest.mark.parametrize("name", CODECS)
 def test_nothing_waits_for_another_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On ``meta`` there are no numbers: whatever asked for one, or made a shape of one, would fail."""
-    monkeypatch.setattr("farflung.codecs.int8.generator_on", lambda *_: None)
-    monkeypatch.setattr("farflung.codecs.qsgd.generator_on", lambda *_: None)
+    monkeypatch.setattr("farflung.codecs.int8.create_device_generator", lambda *_: None)
+    monkeypatch.setattr("farflung.codecs.qsgd.create_device_generator", lambda *_: None)
     codec, spec = CODECS[name](), TensorSpec((1000,))
     grad = torch.empty(1000, device="meta")
     payload, state = codec.encode(codec.init(spec, SEEDS), grad, step=0, count=1)
     decoded = codec.decode(state, payload, spec, step=0, count=1)
     assert (decoded.device.type, decoded.shape) == ("meta", (1000,))
-    assert all(tensor.device.type == "meta" for tensor in payload.tensors())
+    assert all(tensor.device.type == "meta" for tensor in payload.iter_tensors())
 
 
 # --- qsgd -------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_the_largest_number_is_never_rounded_beyond_itself() -> None:
 def test_topk_sends_exactly_the_largest() -> None:
     grad = normal(1000)
     decoded, payload = there_and_back(TopK(0.05), grad)
-    values, indices = payload.tensors()
+    values, indices = payload.iter_tensors()
     assert (values.dtype, indices.dtype, payload.nbytes) == (torch.float32, torch.int32, 50 * 8)
     threshold = grad.abs().sort().values[-50]
     assert torch.equal(decoded, torch.where(grad.abs() >= threshold, grad, 0.0))
@@ -229,7 +229,9 @@ def test_signs_and_the_mean_magnitude() -> None:
 
 
 def matrices() -> TensorSpec:
-    return TensorSpec((100,), parts=(Placed((5, 8), 0), Placed((10,), 40), Placed((2, 25), 50)))
+    return TensorSpec(
+        (100,), spans=(ParameterSpan((5, 8), 0), ParameterSpan((10,), 40), ParameterSpan((2, 25), 50))
+    )
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -258,7 +260,7 @@ def test_dgc_follows_its_equations(nesterov: bool) -> None:
 
 def test_dgc_warms_up() -> None:
     codec = DGC(density=0.001, warmup_steps=50)
-    densities = [round(codec.density_at(step), 4) for step in (0, 9, 10, 20, 30, 40, 49, 50, 10**6)]
+    densities = [round(codec.compute_density(step), 4) for step in (0, 9, 10, 20, 30, 40, 49, 50, 10**6)]
     assert densities == [0.3162, 0.3162, 0.1, 0.0316, 0.01, 0.0032, 0.0032, 0.001, 0.001]
 
 
@@ -276,7 +278,7 @@ def test_a_chain_encodes_values_and_leaves_indices(codec: Codec, scale_nbytes: i
     assert payload.nbytes == 50 * (1 + 4) + scale_nbytes
     assert (chained - alone).abs().max() <= grad.abs().max() / share
     assert not chained[alone == 0].any()
-    assert not codec.unbiased, "of three codecs one is not"
+    assert not codec.is_unbiased, "of three codecs one is not"
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.5])
@@ -307,12 +309,12 @@ def test_a_codec_that_leaves_nothing_out_leaves_no_residual(inner: Codec) -> Non
 
 def test_roles_are_told_by_dimensions() -> None:
     shapes = {0: (2, 3, 1), 6: (4,), 10: (5, 2), 20: (), 21: (3, 1, 1, 3)}
-    spec = TensorSpec((30,), parts=tuple(Placed(shape, start) for start, shape in shapes.items()))
+    spec = TensorSpec((30,), spans=tuple(ParameterSpan(shape, start) for start, shape in shapes.items()))
     codec = by_role(TopK(0.1), Sign())
-    routes = {route.name: list(map(list, route.runs)) for route in codec.routes(codec.init(spec, SEEDS))}
+    routes = {route.name: list(map(list, route.runs)) for route in codec.list_routes(codec.init(spec, SEEDS))}
     assert routes == {"convolution": [[0, 6], [21, 9]], "other": [[10, 10]], "dense": [[6, 4], [20, 1]]}
     plain = by_role(TopK(0.1))  # matrices are sent as they are, so with the vectors
-    routes = {route.name: list(map(list, route.runs)) for route in plain.routes(plain.init(spec, SEEDS))}
+    routes = {route.name: list(map(list, route.runs)) for route in plain.list_routes(plain.init(spec, SEEDS))}
     assert routes == {"convolution": [[0, 6], [21, 9]], "dense": [[6, 15]]}
     grad = normal(30)
     payload, state = codec.encode(codec.init(spec, SEEDS), grad, step=0, count=1)
@@ -324,10 +326,10 @@ def test_roles_are_told_by_dimensions() -> None:
 
 def test_parts_of_a_bucket_keep_their_shapes_inside_and_the_order_of_a_state_does_not_matter() -> None:
     """DGC inside by_role still has a threshold for each weight; a checkpoint may give a state back in another order."""
-    parts = (Placed((2, 5, 1), 0), Placed((10,), 10), Placed((1, 10, 1), 20))
+    parts = (ParameterSpan((2, 5, 1), 0), ParameterSpan((10,), 10), ParameterSpan((1, 10, 1), 20))
     codec = by_role(DGC(density=0.1, warmup_steps=0))
-    state = codec.init(TensorSpec((30,), parts=parts), SEEDS)
-    conv, _ = codec.routes(state)
+    state = codec.init(TensorSpec((30,), spans=parts), SEEDS)
+    conv, _ = codec.list_routes(state)
     assert conv.state.shared == {"sparse": [[0, 10], [10, 10]], "dense": []}
     runs = dict(reversed(state.shared["runs"].items()))
     turned = CodecState({**state.shared, "runs": runs}, state.local)
@@ -342,7 +344,9 @@ def test_size_decides(numel: int, nbytes: int) -> None:
 
 def test_the_generator_is_seeded_by_its_labels() -> None:
     draws = [
-        torch.rand(3, generator=stochastic_module.generator_on(torch.device("cpu"), 1, label)).tolist()
+        torch.rand(
+            3, generator=stochastic_module.create_device_generator(torch.device("cpu"), 1, label)
+        ).tolist()
         for label in (1, 2, 1)
     ]
     assert draws[0] == draws[2] != draws[1]
@@ -396,9 +400,9 @@ def test_one_component_of_a_block_is_sent_whole_and_alone() -> None:
     matrix = torch.outer(waves(8)[3], waves(6)[2]).repeat(2, 2) * torch.tensor(
         [[1.0], [-2.0]]
     ).repeat_interleave(8, 0)
-    spec = TensorSpec((192,), parts=(Placed((16, 12), 0),))
+    spec = TensorSpec((192,), spans=(ParameterSpan((16, 12), 0),))
     payload, state = codec.encode(codec.init(spec, SEEDS), matrix.reshape(-1), step=0, count=1)
-    values, low, _ = payload.tensors()
+    values, low, _ = payload.iter_tensors()
     torch.testing.assert_close(values, torch.tensor([1.0, 1.0, -2.0, -2.0]))
     assert low.numel() == 6  # four indices of six bits, in a group of eight
     decoded = codec.decode(state, payload, spec, step=0, count=1)
@@ -408,11 +412,11 @@ def test_one_component_of_a_block_is_sent_whole_and_alone() -> None:
 
 def test_what_is_sent_leaves_the_momentum_and_the_rest_goes_on() -> None:
     codec = DeMo(0.8, chunk=4, keep=3)
-    spec = TensorSpec((60,), parts=(Placed((4, 2, 4), 0), Placed((28,), 32)))
+    spec = TensorSpec((60,), spans=(ParameterSpan((4, 2, 4), 0), ParameterSpan((28,), 32)))
     state, momentum = codec.init(spec, SEEDS), torch.zeros(60)
     assert state.shared["blocks"] == [[0, 4, 8, 4, 4], [32, 1, 28, 1, 4]]
     for step in range(6):
-        grad = torch.randn(60, generator=generator(5, step))
+        grad = torch.randn(60, generator=create_generator(5, step))
         payload, state = codec.encode(state, grad, step=step, count=1)
         sent = codec.decode(state, payload, spec, step=step, count=1)
         momentum = 0.8 * momentum + grad
@@ -423,4 +427,4 @@ def test_what_is_sent_leaves_the_momentum_and_the_rest_goes_on() -> None:
         wanted = (waves(4).T @ (largest * components).view(2, 4, 4) @ waves(4)).transpose(0, 1)
         torch.testing.assert_close(sent[:32].view(4, 2, 4), wanted)
         momentum = momentum - sent
-        torch.testing.assert_close(codec.restore(state, state.local["components"]), momentum)
+        torch.testing.assert_close(codec.invert(state, state.local["components"]), momentum)

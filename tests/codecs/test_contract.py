@@ -18,11 +18,11 @@ from torch import Tensor
 from farflung.codecs import CODECS, ErrorFeedback, Truncate16
 from farflung.codecs.base import accumulate
 from farflung.comm import ExchangeChannel
-from farflung.comm.wire import Kind, encode
+from farflung.comm.wire import MessageKind, encode
 from farflung.errors import Unsupported
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.state_trees import load_tree, save_tree
-from farflung.types import Codec, CodecState, Payload, Placed, Runtime, Seeds, TensorSpec
+from farflung.types import Codec, CodecState, ParameterSpan, Payload, Runtime, Seeds, TensorSpec
 from tests.helpers import (
     CODEC_ROWS,
     NUMEL,
@@ -37,7 +37,7 @@ from tests.helpers import (
     tensors_in,
 )
 
-SEEDS = Seeds(shared=11, own=12)
+SEEDS = Seeds(shared=11, local=12)
 DRAWS = 100
 
 
@@ -47,7 +47,7 @@ def copied(payload: Payload) -> Payload:
 
 def gradient(numel: int, *labels: int) -> Tensor:
     """Entries of many magnitudes, as gradients have."""
-    g = generator(5, *labels)
+    g = create_generator(5, *labels)
     return torch.randn(numel, generator=g) * torch.exp2(torch.randint(-12, 3, (numel,), generator=g))
 
 
@@ -57,9 +57,9 @@ def spec_of(grad: Tensor) -> TensorSpec:
     shapes = [(1, 1, third), (1, third), (len(grad) - 2 * third,)]
     starts = [0, third, 2 * third]
     parts = tuple(
-        Placed(shape, start) for shape, start in zip(shapes, starts, strict=True) if math.prod(shape)
+        ParameterSpan(shape, start) for shape, start in zip(shapes, starts, strict=True) if math.prod(shape)
     )
-    return replace(TensorSpec.of(grad), parts=parts)
+    return replace(TensorSpec.from_tensor(grad), spans=parts)
 
 
 def there_and_back(
@@ -96,7 +96,7 @@ def test_shapes_dtypes_and_zeros_come_back(codec: Codec) -> None:
     for numel, dtype in itertools.product((0, 1, 2, 7, 64, 1000), DTYPES):
         grad = gradient(numel).to(dtype)
         decoded, payload, _ = there_and_back(codec, grad)
-        assert TensorSpec.of(decoded) == TensorSpec.of(grad), (numel, dtype)
+        assert TensorSpec.from_tensor(decoded) == TensorSpec.from_tensor(grad), (numel, dtype)
         assert decoded.isfinite().all(), (numel, dtype)
         assert payload.nbytes <= grad.nbytes or numel < 64, (numel, dtype)
         assert not there_and_back(codec, torch.zeros_like(grad))[0].any(), (numel, dtype)
@@ -119,12 +119,12 @@ def test_any_finite_tensor_comes_back(values: list[float]) -> None:
         grad = torch.tensor(values, dtype=torch.float32)
         kept = grad.clone()
         decoded, payload, _ = there_and_back(row.codec, grad)
-        assert TensorSpec.of(decoded) == TensorSpec.of(grad), name
+        assert TensorSpec.from_tensor(decoded) == TensorSpec.from_tensor(grad), name
         assert same_bits(grad, kept), name
-        if not row.codec.unbiased:
+        if not row.codec.is_unbiased:
             error, size = (decoded.double() - kept.double()).norm(), kept.double().norm()
             assert error <= row.error * size * (1 + 1e-6) + len(values) * 2.0**-120, name
-        assert payload.nbytes == sum(len(raw(tensor)) for tensor in payload.tensors()), name
+        assert payload.nbytes == sum(len(raw(tensor)) for tensor in payload.iter_tensors()), name
 
 
 def test_adding_a_payload_is_adding_what_it_decodes_to(codec: Codec) -> None:
@@ -160,7 +160,7 @@ def test_inputs_are_left_untouched(codec: Codec) -> None:
     codec.decode(state, payload, spec, step=3, count=1)
     assert same_payload(payload, sent)
     aggregate = kept.clone()
-    codec.observe(state, aggregate, step=3)
+    codec.update_state(state, aggregate, step=3)
     assert same_bits(aggregate, kept)
 
 
@@ -185,10 +185,10 @@ def test_what_is_shared_depends_on_the_shared_seed_alone(codec: Codec) -> None:
 def test_a_stateless_codec_has_no_state(codec: Codec) -> None:
     grad = gradient(NUMEL)
     _, _, state = there_and_back(codec, grad)
-    states = [codec.init(spec_of(grad), SEEDS), state, codec.observe(state, grad, step=0)]
+    states = [codec.init(spec_of(grad), SEEDS), state, codec.update_state(state, grad, step=0)]
     empty = all(not s.shared and not s.local for s in states)
-    assert empty == codec.stateless
-    assert codec.stateless or not codec.per_hop
+    assert empty == codec.is_stateless
+    assert codec.is_stateless or not codec.can_requantize
 
 
 def after_steps(codec: Codec, spec: TensorSpec) -> CodecState:
@@ -196,7 +196,7 @@ def after_steps(codec: Codec, spec: TensorSpec) -> CodecState:
     state = codec.init(spec, SEEDS)
     for step in range(3):
         _, state = codec.encode(state, gradient(NUMEL, step), step=step, count=1)
-        state = codec.observe(state, gradient(NUMEL, step, 1), step=step)
+        state = codec.update_state(state, gradient(NUMEL, step, 1), step=step)
     return state
 
 
@@ -251,9 +251,9 @@ def test_a_residual_and_what_was_decoded_are_all_there_was(steps: list[list[floa
 def test_the_bytes_counted_are_the_bytes_moved(codec: Codec, numel: int) -> None:
     grad = gradient(numel)
     decoded, payload, state = there_and_back(codec, grad)
-    for tensor in (decoded, *payload.tensors()):  # a single number may have any stride
+    for tensor in (decoded, *payload.iter_tensors()):  # a single number may have any stride
         assert tensor.reshape(-1).view(torch.uint8).numel() == tensor.nbytes
-    frames = encode(Kind.DATA, 0, tag(), payload)
+    frames = encode(MessageKind.DATA, 0, tag(), payload)
     message = decode([bytearray(frame) for frame in frames], max_nbytes=payload.nbytes)
     assert message.payload.nbytes == payload.nbytes <= max(grad.nbytes, 8)
     assert sum(len(frame) for frame in frames) - payload.nbytes <= 256, "nothing but a header beside it"
@@ -296,7 +296,7 @@ def sums(codec: Codec, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
 LINEAR = [
     name
     for name, row in CODEC_ROWS.items()
-    if row.codec.linear(row.codec.init(spec_of(torch.empty(NUMEL)), SEEDS))
+    if row.codec.is_linear(row.codec.init(spec_of(torch.empty(NUMEL)), SEEDS))
 ]
 
 
@@ -315,16 +315,16 @@ def test_payloads_of_a_linear_codec_may_be_summed(grads: list[list[float]]) -> N
 
 
 def test_it_is_unbiased_or_contractive_as_it_says(row: CodecRow) -> None:
-    codec, grad, times = row.codec, gradient(NUMEL), DRAWS if row.codec.unbiased else 20
+    codec, grad, times = row.codec, gradient(NUMEL), DRAWS if row.codec.is_unbiased else 20
     draws = [there_and_back(codec, grad, seeds=Seeds(k, k + 1), step=k)[0].double() for k in range(times)]
     size = grad.double().norm()
-    if not codec.unbiased:
+    if not codec.is_unbiased:
         assert all((decoded - grad.double()).norm() <= row.error * size * (1 + 1e-6) for decoded in draws)
         return
     errors = torch.stack(draws) - grad.double()
     assert errors.square().sum(dim=1).mean().sqrt() <= row.error * size
     # Along each of some directions the mean is zero within six of its standard errors.
-    noise = torch.randn(20, NUMEL, generator=generator(6), dtype=torch.float64)
+    noise = torch.randn(20, NUMEL, generator=create_generator(6), dtype=torch.float64)
     along = errors @ torch.cat([noise, grad.double()[None], grad.sign().double()[None]]).T
     assert (along.mean(dim=0).abs() <= 6.0 * along.std(dim=0) / math.sqrt(DRAWS) + 1e-12).all()
 
@@ -341,7 +341,7 @@ def test_replicas_steps_and_sums_round_apart(name: str) -> None:
 
     def encoded(own: int = 2, step: int = 0, count: int = 1) -> list[bytes]:
         state = codec.init(TensorSpec((800,)), Seeds(1, own))
-        return [raw(part) for part in codec.encode(state, grad, step=step, count=count)[0].tensors()]
+        return [raw(part) for part in codec.encode(state, grad, step=step, count=count)[0].iter_tensors()]
 
     assert encoded() == encoded()
     assert encoded() != encoded(own=3)

@@ -16,11 +16,11 @@ from torch import Tensor
 from farflung.codecs import TopK, selection
 from farflung.codecs import blocks as blocks_module
 from farflung.codecs.bits import pack, pack_fields, unpack, unpack_fields
-from farflung.codecs.blocks import Norm, blocks, bucket_norms
+from farflung.codecs.blocks import Norm, compute_bucket_norms, iter_blocks
 from farflung.codecs.selection import count_kept, find_largest
-from farflung.codecs.stochastic import from_levels, generator_on, to_levels
+from farflung.codecs.stochastic import create_device_generator, from_levels, to_levels
 from farflung.errors import ProtocolError
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.types import CodecState, Payload, TensorSpec
 
 NUMELS = [0, 1, 5, 63, 64, 65, 128, 200, 1000]
@@ -36,7 +36,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def normal(numel: int, *labels: int) -> Tensor:
-    return torch.randn(numel, generator=generator(3, *labels))
+    return torch.randn(numel, generator=create_generator(3, *labels))
 
 
 # --- pieces and norms -------------------------------------------------------------------------------------------
@@ -45,12 +45,12 @@ def normal(numel: int, *labels: int) -> Tensor:
 @pytest.mark.parametrize("bucket_size", BUCKETS)
 def test_pieces_cover_everything_and_keep_to_buckets(bucket_size: int) -> None:
     for numel in NUMELS:
-        pieces = list(blocks(torch.empty(numel), bucket_size))
+        pieces = list(iter_blocks(torch.empty(numel), bucket_size))
         assert [i for start, stop in pieces for i in range(start, stop)] == list(range(numel))
         for start, stop in pieces:
             assert start // bucket_size == (stop - 1) // bucket_size or start % bucket_size == 0
             assert stop - start <= 64
-        assert len(list(blocks(torch.empty(numel, device="meta")))) == min(numel, 1)
+        assert len(list(iter_blocks(torch.empty(numel, device="meta")))) == min(numel, 1)
 
 
 NORMS: dict[Norm, Callable[[Tensor], Tensor]] = {
@@ -65,7 +65,7 @@ NORMS: dict[Norm, Callable[[Tensor], Tensor]] = {
 def test_norms_of_buckets(norm: Norm, dtype: torch.dtype) -> None:
     for numel, bucket_size in itertools.product(NUMELS, BUCKETS):
         tensor = normal(numel).to(dtype)
-        found = bucket_norms(tensor, bucket_size, norm)
+        found = compute_bucket_norms(tensor, bucket_size, norm)
         wanted = [NORMS[norm](bucket.double()) for bucket in tensor.split(bucket_size)] if numel else []
         assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         exact = torch.tensor(wanted, dtype=torch.float64)
@@ -78,7 +78,7 @@ def test_a_nan_is_in_the_norm_of_its_bucket_alone(bucket_size: int, norm: Norm) 
     tensor = normal(300)
     tensor[150] = math.nan
     expected = [index == 150 // bucket_size for index in range(300 // bucket_size)]
-    assert bucket_norms(tensor, bucket_size, norm).isnan().tolist() == expected
+    assert compute_bucket_norms(tensor, bucket_size, norm).isnan().tolist() == expected
 
 
 # --- levels -----------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_a_nan_is_in_the_norm_of_its_bucket_alone(bucket_size: int, norm: Norm) 
 def test_the_nearest_level(levels: int) -> None:
     for numel, bucket_size in itertools.product(NUMELS, BUCKETS):
         tensor = normal(numel)
-        norms = bucket_norms(tensor, bucket_size, "max")
+        norms = compute_bucket_norms(tensor, bucket_size, "max")
         found = to_levels(tensor, norms, levels, bucket_size, None)
         spread = norms.repeat_interleave(bucket_size)[:numel]
         where = (numel, bucket_size)
@@ -103,9 +103,9 @@ def test_the_nearest_level(levels: int) -> None:
 @pytest.mark.parametrize(("numel", "bucket_size"), [(200, 16), (200, 100), (1000, 1000)])
 def test_a_neighbouring_level_with_the_right_chance(numel: int, bucket_size: int) -> None:
     tensor = normal(numel)
-    norms = bucket_norms(tensor, bucket_size, "l2")
+    norms = compute_bucket_norms(tensor, bucket_size, "l2")
     scaled = tensor / norms.repeat_interleave(bucket_size)[:numel] * 7
-    noise = generator_on(tensor.device, 1)
+    noise = create_device_generator(tensor.device, 1)
     draws = torch.stack(
         [to_levels(tensor, norms, 7, bucket_size, noise).int() - 7 for _ in range(400)]
     ).float()
@@ -118,7 +118,7 @@ def test_a_neighbouring_level_with_the_right_chance(numel: int, bucket_size: int
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_levels_of_other_dtypes(dtype: torch.dtype) -> None:
     tensor = normal(200).to(dtype)
-    norms = bucket_norms(tensor, 50, "max")
+    norms = compute_bucket_norms(tensor, 50, "max")
     decoded = from_levels(to_levels(tensor, norms, 127, 50, None), norms, 127, 50, dtype)
     assert decoded.dtype == dtype
     assert ((decoded - tensor).abs() <= norms.max() / 127).all()
@@ -127,7 +127,7 @@ def test_levels_of_other_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tiny", [1e-45, 1e-40, 2.0**-126, 0.0])
 def test_the_smallest_numbers_are_no_trouble(tiny: float) -> None:
     tensor = torch.tensor([tiny, -tiny, 0.0])
-    norms = bucket_norms(tensor, 3, "max")
+    norms = compute_bucket_norms(tensor, 3, "max")
     assert to_levels(tensor, norms, 7, 3, None).tolist() == ([14, 0, 7] if tiny else [7, 7, 7])
 
 
@@ -136,7 +136,7 @@ def test_the_smallest_numbers_are_no_trouble(tiny: float) -> None:
 
 @given(bits=st.integers(1, 8), numel=st.integers(0, 100), seed=st.integers(0, 100))
 def test_packed_numbers_come_back(bits: int, numel: int, seed: int) -> None:
-    values = torch.randint(0, 2**bits, (numel,), generator=generator(seed)).to(torch.uint8)
+    values = torch.randint(0, 2**bits, (numel,), generator=create_generator(seed)).to(torch.uint8)
     packed = pack(values, bits)
     assert packed.nbytes == (numel if bits == 8 else (numel + 7) // 8 * bits)
     assert torch.equal(unpack(packed, bits, numel), values)
@@ -151,7 +151,7 @@ def test_packed_numbers_come_back(bits: int, numel: int, seed: int) -> None:
 def test_sums_of_fields_are_fields_of_sums(largest_value: int, count: int, numel: int, seed: int) -> None:
     width = (largest_value * count).bit_length()
     size = (count, numel)
-    values = torch.randint(0, largest_value + 1, size, generator=generator(seed)).to(torch.uint8)
+    values = torch.randint(0, largest_value + 1, size, generator=create_generator(seed)).to(torch.uint8)
     values[:, : numel // 2] = largest_value  # the largest sums there can be
     words = torch.stack([pack_fields(row, width) for row in values]).sum(dim=0, dtype=torch.int32)
     assert words.numel() == math.ceil(numel / (32 // width))
@@ -168,13 +168,13 @@ def by_sorting(tensor: Tensor, k: int) -> Tensor:
 
 def mostly(value: float, share: float) -> Callable[[int], Tensor]:
     return lambda n: torch.where(
-        torch.rand(n, generator=generator(4)) < share, torch.tensor(value), normal(n)
+        torch.rand(n, generator=create_generator(4)) < share, torch.tensor(value), normal(n)
     )
 
 
 TENSORS: dict[str, Callable[[int], Tensor]] = {
     "normal": normal,
-    "few magnitudes": lambda n: torch.randint(-3, 4, (n,), generator=generator(5)).float(),
+    "few magnitudes": lambda n: torch.randint(-3, 4, (n,), generator=create_generator(5)).float(),
     "zeros": torch.zeros,
     "nearly all zeros": mostly(0.0, 0.995),
     "some NaN": mostly(math.nan, 0.1),
@@ -194,14 +194,16 @@ def test_the_largest_are_those_that_sorting_finds(make: str) -> None:
         for density in (0.0001, 0.01, 0.1, 0.5, 0.99, 1.0):
             k = count_kept(numel, density)
             assert torch.equal(find_largest(tensor, k), by_sorting(tensor, k)), (numel, density)
-            assert torch.equal(selection._exactly(selection._magnitudes(tensor), k), by_sorting(tensor, k))
+            assert torch.equal(
+                selection._select_largest(selection._compute_magnitudes(tensor), k), by_sorting(tensor, k)
+            )
 
 
 @pytest.mark.parametrize(("numel", "sampled"), [(1000, 59), (17 * 256, 256), (6000, 261), (1 << 16, 256)])
 def test_a_sample_is_as_small_as_it_may_be(numel: int, sampled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry in 17, or fewer of a large tensor, at distances that are odd."""
-    watched = mock.Mock(wraps=selection._magnitudes)
-    monkeypatch.setattr(selection, "_magnitudes", watched)
+    watched = mock.Mock(wraps=selection._compute_magnitudes)
+    monkeypatch.setattr(selection, "_compute_magnitudes", watched)
     find_largest(normal(numel), 10)
     assert len(watched.call_args_list[0].args[0]) == sampled
 
@@ -218,8 +220,10 @@ def test_another_device_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "arange", _on_cpu(torch.arange))
     for make in TENSORS.values():
         tensor = make(500)
-        magnitudes = selection._magnitudes(tensor).as_subclass(Elsewhere)
-        assert torch.equal(selection._exactly(magnitudes, 40).as_subclass(Tensor), by_sorting(tensor, 40))
+        magnitudes = selection._compute_magnitudes(tensor).as_subclass(Elsewhere)
+        assert torch.equal(
+            selection._select_largest(magnitudes, 40).as_subclass(Tensor), by_sorting(tensor, 40)
+        )
 
 
 def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

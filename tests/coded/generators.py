@@ -27,7 +27,7 @@ def row_of(*coefficients: float) -> Tensor:
 
 def coded_rows(code: Code, blocks: int, partitions: int, seed: int) -> Tensor:
     """The first so many."""
-    rows = [code.row(index, partitions, seed) for index in range(blocks)]
+    rows = [code.draw_row(index, partitions, seed) for index in range(blocks)]
     return torch.stack(rows) if rows else torch.zeros(0, partitions, dtype=torch.float64)
 
 

@@ -8,50 +8,50 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.coded import HeldProducts, Objective, Problem
-from farflung.seeding import generator
-from farflung.tasks import Pending, Task, done
+from farflung.coded import InMemoryProducts, Objective, Problem
+from farflung.seeding import create_generator
+from farflung.tasks import Pending, Task, create_completed
 
 T = TypeVar("T")
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """What a coroutine returns that waits for nothing."""
-    return Task(coroutine, lambda resume: resume(), at_once=True).result()
+    return Task(coroutine, lambda resume: resume(), eager_start=True).result()
 
 
-class Counted(HeldProducts):
+class Counted(InMemoryProducts):
     """Counts rounds, and the columns of each."""
 
     def __init__(self, matrix: Tensor) -> None:
         super().__init__(matrix)
         self.rounds: list[int] = []
 
-    def times(self, weights: Tensor) -> Pending[Tensor]:
+    def multiply(self, weights: Tensor) -> Pending[Tensor]:
         self.rounds.append(weights.shape[1])
-        return super().times(weights)
+        return super().multiply(weights)
 
-    def transposed_times(self, residuals: Tensor) -> Pending[Tensor]:
+    def multiply_transposed(self, residuals: Tensor) -> Pending[Tensor]:
         self.rounds.append(residuals.shape[1])
-        return super().transposed_times(residuals)
+        return super().multiply_transposed(residuals)
 
 
-class Noisy(HeldProducts):
+class Noisy(InMemoryProducts):
     """Errs as decoding does: in proportion to the largest entry."""
 
     def __init__(self, matrix: Tensor, error: float) -> None:
         super().__init__(matrix)
-        self._error, self._random = error, generator(0, "noise")
+        self._error, self._random = error, create_generator(0, "noise")
 
-    def times(self, weights: Tensor) -> Pending[Tensor]:
-        return self._noisy(super().times(weights).result())
+    def multiply(self, weights: Tensor) -> Pending[Tensor]:
+        return self._noisy(super().multiply(weights).result())
 
-    def transposed_times(self, residuals: Tensor) -> Pending[Tensor]:
-        return self._noisy(super().transposed_times(residuals).result())
+    def multiply_transposed(self, residuals: Tensor) -> Pending[Tensor]:
+        return self._noisy(super().multiply_transposed(residuals).result())
 
     def _noisy(self, answer: Tensor) -> Pending[Tensor]:
         noise = torch.randn(answer.shape, generator=self._random, dtype=answer.dtype)
-        return done(answer + self._error * answer.abs().max() * noise)
+        return create_completed(answer + self._error * answer.abs().max() * noise)
 
 
 def cancer() -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def signs(classes: Tensor) -> Tensor:
 
 def value(objective: Objective, matrix: Tensor, targets: Tensor, weights: Tensor) -> float:
     """The objective at these weights, from its definition and with no solver near."""
-    problem = Problem(HeldProducts(matrix), objective, targets)
-    loss, _ = objective.loss(run(problem.margins(weights)), targets)
+    problem = Problem(InMemoryProducts(matrix), objective, targets)
+    loss, _ = objective.compute_loss(run(problem.compute_margins(weights)), targets)
     penalised = weights[: matrix.shape[1] if objective.intercept_penalty == 0 else None]
     return loss + 0.5 * float((penalised**2).sum())

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from farflung.cli.main import main
-from farflung.coded.linear_model import HeldProducts, LinearModel, Problem
+from farflung.coded.linear_model import InMemoryProducts, LinearModel, Problem
 from farflung.coded.run import Learner
 from farflung.coded.solvers import solve
 from farflung.comm.keys import make_keys
@@ -240,9 +240,9 @@ def minimum(parts: Sequence[int], **learner: Any) -> float:
     both = [samples(part) for part in parts]
     x, y = (torch.from_numpy(np.concatenate([one[place] for one in both])) for place in (0, 1))
     learns = Learner(**learner)
-    problem = Problem(HeldProducts(x), learns.objective(2), learns.targets((y > 0).long(), 2))
-    training = solve(learns.minimiser(2), problem, max_iterations=1000)
-    found: float = Task(training, lambda resume: resume(), at_once=True).result().objective
+    problem = Problem(InMemoryProducts(x), learns.build_objective(2), learns.build_targets((y > 0).long(), 2))
+    training = solve(learns.build_solver(2), problem, max_iterations=1000)
+    found: float = Task(training, lambda resume: resume(), eager_start=True).result().objective
     return found
 
 
@@ -269,7 +269,7 @@ def test_a_run(tmp_path: Path, args: list[str], learner: dict[str, Any]) -> None
     assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
     model = LinearModel.load(folder / "model.safetensors")
     x, y = map(torch.from_numpy, samples(9))
-    assert summary["test_accuracy"] == model.accuracy(x, y) > 0.7
+    assert summary["test_accuracy"] == model.compute_accuracy(x, y) > 0.7
     assert sorted(rank for one in told for rank in one["ranks"]) == [1, 2, 3, 4]
     fetched = sum(one["bytes_sent"].get("encoding", 0) for one in told)
     assert sum(summary["encoding_nbytes"].values()) == fetched > 0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.coded.codes import LAWS, Replication
 from farflung.coded import CODES, MDS, RLNC, Code, Decoder
-from farflung.coded.codes import normal_row
+from farflung.coded.codes import draw_normal_row
 from farflung.errors import ConfigError, UnknownName
 from farflung.spec import build
 from tests.coded.generators import CODE_ROWS, coded_rows, generator_matrix
@@ -42,7 +42,7 @@ def test_codes_are_built_from_text() -> None:
 def test_rows_are_vectors_of_float64_and_never_zero(code: Code) -> None:
     for partitions in (1, 2, 3, 7, 16):
         for index, seed in itertools.product(range(9), range(20)):
-            row = code.row(index, partitions, seed)
+            row = code.draw_row(index, partitions, seed)
             assert row.shape == (partitions,)
             assert row.dtype == torch.float64
             assert row.isfinite().all()
@@ -51,7 +51,7 @@ def test_rows_are_vectors_of_float64_and_never_zero(code: Code) -> None:
 
 def test_rows_depend_on_nothing_but_the_arguments(code: Code) -> None:
     def rows() -> list[torch.Tensor]:
-        return [code.row(index, 6, 5) for index in range(9)]
+        return [code.draw_row(index, 6, 5) for index in range(9)]
 
     first = rows()
     states = random.getstate(), torch.get_rng_state()
@@ -65,7 +65,7 @@ def test_rows_depend_on_nothing_but_the_arguments(code: Code) -> None:
 
 @given(st.integers(2, 50), st.integers(0, 6), st.integers(0, 2**62))
 def test_balanced_pairs_are_complementary_and_of_equal_halves(partitions: int, pair: int, seed: int) -> None:
-    first, second = (RLNC().row(2 * pair + side, partitions, seed) != 0 for side in (0, 1))
+    first, second = (RLNC().draw_row(2 * pair + side, partitions, seed) != 0 for side in (0, 1))
     assert torch.equal(first, ~second)
     assert {int(first.sum()), int(second.sum())} == {partitions // 2, partitions - partitions // 2}
 
@@ -74,13 +74,13 @@ def test_balanced_pairs_are_complementary_and_of_equal_halves(partitions: int, p
 def test_over_two_balanced_pairs_the_four_types_of_columns_are_equally_often(
     fours: int, group: int, seed: int
 ) -> None:
-    masks = [RLNC().row(4 * group + 2 * pair, 4 * fours, seed) != 0 for pair in (0, 1)]
+    masks = [RLNC().draw_row(4 * group + 2 * pair, 4 * fours, seed) != 0 for pair in (0, 1)]
     types = masks[0].long() + 2 * masks[1].long()
     assert types.bincount(minlength=4).tolist() == [fours] * 4
 
 
 def test_of_an_odd_number_the_larger_half_goes_to_either() -> None:
-    larger = [int((RLNC().row(0, 5, seed) != 0).sum()) == 3 for seed in range(1000)]
+    larger = [int((RLNC().draw_row(0, 5, seed) != 0).sum()) == 3 for seed in range(1000)]
     assert abs(sum(larger) - 500) < 4 * 16
 
 
@@ -97,7 +97,7 @@ def test_half_of_the_coefficients_are_zero(law: str) -> None:
 
 
 def test_normal_numbers_are_normal() -> None:
-    values = np.sort(normal_row(3, np.arange(20_000)))
+    values = np.sort(draw_normal_row(3, np.arange(20_000)))
     cumulative = torch.special.ndtr(torch.from_numpy(values)).numpy()
     distance = np.abs(cumulative - (np.arange(20_000) + 0.5) / 20_000).max()
     assert distance < 1.63 / 20_000**0.5  # Kolmogorov & Smirnov, 1 percent
@@ -114,7 +114,7 @@ def needed(code: Code, devices: int, partitions: int, draws: int) -> Tensor:
         for device in orders.permutation(devices).tolist():
             answers += 1
             decoder.add(device, matrix[device])
-            if decoder.plan() is not None:
+            if decoder.find_plan() is not None:
                 break
         counts.append(answers)
     return torch.tensor(counts, dtype=torch.float64)

@@ -14,9 +14,9 @@ from safetensors import safe_open
 
 from benchmarks.coded.codes import LAWS
 from farflung.coded import record as record_module
-from farflung.coded.blocks import CHUNK_NBYTES, Draft, Holding, RowBlock
+from farflung.coded.blocks import MAX_CHUNK_NBYTES, BlockStore, Draft, RowBlock
 from farflung.coded.coordinator import Coordinator
-from farflung.coded.messages import Fetch, Malformed
+from farflung.coded.messages import Fetch, MalformedMessage
 from farflung.coded.record import Record
 from farflung.decisions import DecisionLog
 from farflung.errors import BadSamples, RunLost
@@ -40,7 +40,7 @@ PLAN = FaultPlan()
 def test_both_products_are_exact(code: str, options: dict[str, Any]) -> None:
     seen = Run(settings={"code": code, **options})(products_agree())
     assert seen.found < EXACT
-    assert not seen.coordinator.counters.refused
+    assert not seen.coordinator.counters.num_refused
     assert not any(0 in pair for pair in seen.sent["encoding"])
     kinds = {kind for kind, pairs in seen.sent.items() if any(to == 0 for _, to in pairs)}
     assert kinds == {"members", "answers"}, "the coordinator gets no features, but labels, and products"
@@ -53,7 +53,7 @@ def test_an_rlnc_device_fetches_and_holds_what_it_drew_alone() -> None:
     settings = {"code": "rlnc", "redundancy": 0, "transposed": "repair"}
     run = Run(8, 12, settings=settings, data=partial(part, features=8, rows=8))
     seen = run(products_agree(1, run.data))
-    blocks = [block for block in seen.coordinator.registry.of("rows") if block.raw is None]
+    blocks = [block for block in seen.coordinator.registry.list_blocks("rows") if block.raw_unknown is None]
     assert len(blocks) == 4
     for block in blocks:
         assert block.holder is not None
@@ -90,7 +90,7 @@ def test_lost_blocks_are_made_up_for() -> None:
     seen = Run(faults=PLAN.crash(2, at_s=0.3))(products_agree(20))
     (gone,) = seen.notes.of("gone")
     assert gone["redundancy"] in ([0, 0], [0, 1], [1, 0])
-    assert min(seen.coordinator.registry.redundancy(kind) for kind in ("rows", "columns")) >= 1
+    assert min(seen.coordinator.registry.compute_redundancy(kind) for kind in ("rows", "columns")) >= 1
 
 
 def test_a_device_that_hangs_is_silent_until_it_is_heard_again() -> None:
@@ -129,7 +129,9 @@ def test_training_goes_on_without_what_is_lost_where_it_may() -> None:
     assert seen.found < EXACT
     lost = {event["partition"] for event in seen.notes.of("lost")}
     assert lost
-    assert {one.name for one in seen.coordinator.registry.active} == {f"part {n}" for n in range(4)} - lost
+    assert {one.name for one in seen.coordinator.registry.active_partitions} == {
+        f"part {n}" for n in range(4)
+    } - lost
 
 
 def test_a_partition_lost_before_it_was_encoded_is_told() -> None:
@@ -166,7 +168,10 @@ def test_operands_that_are_under_way_are_waited_for() -> None:
 
     async def multiply(coordinator: Coordinator) -> float:
         weights = torch.ones(coordinator.features, 1000, dtype=torch.float64)
-        product, due = await coordinator.times(weights), torch.cat([run.data(0)[0], run.data(1)[0]]) @ weights
+        product, due = (
+            await coordinator.multiply(weights),
+            torch.cat([run.data(0)[0], run.data(1)[0]]) @ weights,
+        )
         return float((product - due).abs().max())
 
     seen = run(multiply)
@@ -200,7 +205,7 @@ def test_rows_that_have_come_are_kept_where_a_source_falls_silent(partitions: in
     assert seen.found < EXACT
     failed = seen.notes.of("failed")
     assert {event["rank"] for event in failed} == {maker}
-    under_way = 4 * CHUNK_NBYTES * len(failed)
+    under_way = 4 * MAX_CHUNK_NBYTES * len(failed)
     assert fetched(seen) <= needed + under_way
     assert not run.holdings[maker].drafts
 
@@ -217,20 +222,20 @@ def test_rows_are_waited_for_after_a_source_was_silent() -> None:
 
 def test_a_sum_that_is_not_whole_begins_anew_with_other_terms() -> None:
     into, first, second = torch.ones(2, 3), frozenset({(1, 0.5), (2, 0.5)}), frozenset({(3, 1.0)})
-    draft = Draft(RowBlock.of(into))
-    missing = draft.missing(-1, 0, first, into)
+    draft = Draft(RowBlock.from_tensor(into))
+    missing = draft.find_missing_terms(-1, 0, first, into)
     assert missing == first
     assert not into.any()
     missing.discard((1, 0.5))
     into.fill_(1.0)
-    assert draft.missing(-1, 0, first, into) == {(2, 0.5)}
+    assert draft.find_missing_terms(-1, 0, first, into) == {(2, 0.5)}
     assert into.all()
-    missing = draft.missing(-1, 0, second, into)
+    missing = draft.find_missing_terms(-1, 0, second, into)
     assert missing == second
     assert not into.any()
     missing.clear()
     into.fill_(1.0)
-    assert draft.missing(-1, 0, first, into) == set()
+    assert draft.find_missing_terms(-1, 0, first, into) == set()
     assert into.all(), "a sum that is whole stays, whatever its terms were"
 
 
@@ -249,9 +254,9 @@ def test_who_gets_nothing_from_another_is_asked_now_and_then_until_patience_ends
     assert 3 * makers < len(failed) <= kinds * makers * (3 + looks + 1)
 
 
-class _Withheld(Holding):
-    def give(self, request: Fetch) -> torch.Tensor:
-        raise Malformed("not to be had")
+class _Withheld(BlockStore):
+    def read_rows(self, request: Fetch) -> torch.Tensor:
+        raise MalformedMessage("not to be had")
 
 
 def test_too_few_devices_are_named() -> None:
@@ -267,7 +272,7 @@ def test_a_device_without_data_makes_up_for_a_loss() -> None:
     seen = Run(later=[None], faults=faults)(products_agree(25))
     assert seen.found < EXACT
     for kind in ("rows", "columns"):
-        assert any(block.holder == 7 for block in seen.coordinator.registry.there(kind))
+        assert any(block.holder == 7 for block in seen.coordinator.registry.list_ready_blocks(kind))
 
 
 @pytest.mark.parametrize("after_ms", range(5, 60, 10))
@@ -277,8 +282,8 @@ def test_a_device_that_is_lost_as_it_meets_the_others_is_no_fault_of_theirs(afte
     faults = PLAN.join(7, at_s=0.2).crash(7, at_s=gone_s).join(7, at_s=gone_s + 0.01)
     seen = Run(later=[None], faults=faults)(products_agree(15))
     assert seen.found < EXACT
-    assert not seen.coordinator.counters.refused
-    assert any(block.holder == 7 for block in seen.coordinator.registry.there("rows"))
+    assert not seen.coordinator.counters.num_refused
+    assert any(block.holder == 7 for block in seen.coordinator.registry.list_ready_blocks("rows"))
 
 
 def test_devices_without_data_get_complementary_blocks() -> None:
@@ -286,7 +291,9 @@ def test_devices_without_data_get_complementary_blocks() -> None:
     seen = Run(8, 8, later=[None, None], faults=faults, settings={"redundancy": 0})(products_agree(20))
     assert seen.found < EXACT
     first, second = (
-        block.coefficients.keys() for block in seen.coordinator.registry.there("rows") if block.raw is None
+        block.coefficients.keys()
+        for block in seen.coordinator.registry.list_ready_blocks("rows")
+        if block.raw_unknown is None
     )
     assert len(first) == len(second) == 4
     assert first | second == set(range(8))
@@ -298,8 +305,10 @@ def test_new_data_are_taken_in(transposed: str) -> None:
     seen = run(products_agree(12))
     assert seen.found < EXACT
     registry = seen.coordinator.registry
-    assert [one.name for one in registry.active] == [*(f"part {n}" for n in range(4)), "part 9"]
-    assert any(4 in block.coefficients for block in registry.there("rows") if block.raw is None)
+    assert [one.name for one in registry.active_partitions] == [*(f"part {n}" for n in range(4)), "part 9"]
+    assert any(
+        4 in block.coefficients for block in registry.list_ready_blocks("rows") if block.raw_unknown is None
+    )
 
 
 def test_a_device_that_leaves_hands_its_data_over_first() -> None:
@@ -313,8 +322,12 @@ def test_a_device_that_leaves_hands_its_data_over_first() -> None:
 
     seen = run(body)
     assert seen.found < EXACT
-    assert 2 not in seen.coordinator.registry.members
-    holders = {block.holder for block in seen.coordinator.registry.there("rows") if block.raw == 1}
+    assert 2 not in seen.coordinator.registry.devices
+    holders = {
+        block.holder
+        for block in seen.coordinator.registry.list_ready_blocks("rows")
+        if block.raw_unknown == 1
+    }
     assert holders
     assert holders.isdisjoint({2, None})
 
@@ -327,7 +340,7 @@ def test_a_coordinator_comes_again_with_what_it_kept_and_what_devices_hold() -> 
     seen = again(products_agree(3))
     assert seen.found < EXACT
     assert "encoding" not in seen.sent, "nothing is made anew"
-    assert seen.coordinator.registry.tree()["blocks"] == before.coordinator.registry.tree()["blocks"]
+    assert seen.coordinator.registry.to_tree()["blocks"] == before.coordinator.registry.to_tree()["blocks"]
 
 
 def test_labels_are_written_when_a_partition_comes_and_at_no_order_or_block(
@@ -348,7 +361,7 @@ def test_labels_are_written_when_a_partition_comes_and_at_no_order_or_block(
     assert written.count(("labels", True)) == 2, "of the first partitions, and with that of the new device"
     assert written.count(("registry", False)) > 10, "without a tensor"
     with closing(Record(tmp_path)) as record:
-        again = record.registry()
+        again = record.load_registry()
     assert again is not None
     assert [one.name for one in again.partitions] == [*(f"part {n}" for n in range(4)), "part 9"]
     assert all(
@@ -365,7 +378,7 @@ def test_a_coordinator_comes_again_to_devices_that_have_kept_nothing(options: di
     seen = again(products_agree(3))
     assert seen.found < EXACT
     if not options:
-        assert min(seen.coordinator.registry.redundancy(kind) for kind in ("rows", "columns")) >= 1
+        assert min(seen.coordinator.registry.compute_redundancy(kind) for kind in ("rows", "columns")) >= 1
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -399,7 +412,7 @@ def test_labels_are_those_of_before() -> None:
     assert "was there with other labels" in str(turned["why"])
 
 
-class _Forgetful(dict[int, Holding]):
+class _Forgetful(dict[int, BlockStore]):
     def __contains__(self, rank: object) -> bool:
         return False
 
@@ -412,11 +425,11 @@ def test_a_run_made_again_has_the_same_bits_whoever_is_slow() -> None:
 
     async def bits(coordinator: Coordinator) -> list[torch.Tensor]:
         random, found = torch.Generator().manual_seed(0), list[torch.Tensor]()
-        coordinator.settle()
+        coordinator.activate_partitions()
         for _ in range(10):
             weights = torch.randn(FEATURES, 2, generator=random, dtype=torch.float64)
-            found.append(await coordinator.times(weights))
-            found.append(await coordinator.transposed_times(found[-1]))
+            found.append(await coordinator.multiply(weights))
+            found.append(await coordinator.multiply_transposed(found[-1]))
         return found
 
     first = DecisionLog()
@@ -444,7 +457,7 @@ def test_a_product_that_is_not_finite_ends_the_run_at_once(transposed: str, prod
     times = list[float]()
 
     async def body(coordinator: Coordinator) -> None:
-        coordinator.settle()
+        coordinator.activate_partitions()
         length = coordinator.features if product == "times" else coordinator.samples
         times.append(coordinator.elapsed_s)
         with pytest.raises(BadSamples, match="a product of the samples is not finite in float64"):
@@ -469,4 +482,4 @@ def test_one_device_whose_products_are_not_finite_is_done_without() -> None:
 
     seen = run(body)
     assert seen.found < EXACT
-    assert seen.coordinator.counters.refused > 0
+    assert seen.coordinator.counters.num_refused > 0

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from benchmarks.coded.codes import Masked, Replication
 from farflung.coded import RLNC, Decoder, Plan, codes
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from tests.coded.generators import CODE_ROWS, generator_matrix, raw, row_of
 
 
 def randn(*shape: int, seed: int = 3) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
+    return torch.randn(*shape, dtype=torch.float64, generator=create_generator(seed))
 
 
 @pytest.fixture(autouse=True)
 def fresh_plans() -> None:
-    codes.cached_plan.cache_clear()
+    codes.get_plan.cache_clear()
 
 
 def planned(matrix: Tensor, order: list[int]) -> Plan[int]:
@@ -30,7 +30,7 @@ def planned(matrix: Tensor, order: list[int]) -> Plan[int]:
     decoder = Decoder[int](matrix.shape[1])
     for who in order:
         decoder.add(who, matrix[who])
-        if (plan := decoder.plan()) is not None:
+        if (plan := decoder.find_plan()) is not None:
             return plan
     raise AssertionError("all answers together are of full rank")
 
@@ -81,17 +81,17 @@ def test_both_products_equal_the_uncoded_ones(
     shuffled.shuffle(order)
     plan = planned(matrix, order)
     assert plan.condition <= 1e6
-    assert unit_condition(matrix[list(plan.answers)]) == pytest.approx(plan.condition)
+    assert unit_condition(matrix[list(plan.indices)]) == pytest.approx(plan.condition)
 
     W = randn(2 * partitions, 3)
     held = coded_blocks(matrix, list(X.split(heights)))
-    found = plan.apply({index: held[index] @ W for index in plan.answers})
+    found = plan.apply({index: held[index] @ W for index in plan.indices})
     found = [one[:height] for one, height in zip(found, heights, strict=True)]
     assert error(torch.cat(found), X @ W) < 1e-9
 
     R = randn(len(X), 3)
     held = coded_blocks(matrix, [block.T for block in X.split(2, dim=1)])
-    found = plan.apply({index: held[index] @ R for index in plan.answers})
+    found = plan.apply({index: held[index] @ R for index in plan.indices})
     assert error(torch.cat(found), X.T @ R) < 1e-9
 
 
@@ -110,16 +110,16 @@ def test_it_is_complete_with_the_first_answers_that_can_be_decoded(
         grew = decoder.add(who, matrix[who])
         came.append(who)
         assert decoder.rank == before + grew
-        rows, plan = matrix[came], decoder.plan()
+        rows, plan = matrix[came], decoder.find_plan()
         if len(came) >= partitions and unit_condition(rows) < 1e5:
             assert plan is not None
         if plan is None:
             continue
         assert torch.linalg.matrix_rank(rows[:-1]) < partitions or unit_condition(rows[:-1]) > 1e5
-        assert set(plan.answers) <= set(came)
+        assert set(plan.indices) <= set(came)
         known = {raw_partition(matrix[who]) for who in came} - {None}
-        assert set(plan.missing) == set(range(partitions)) - known
-        assert {raw_partition(matrix[index]) for index in plan.answers} - {None} == known
+        assert set(plan.missing_partitions) == set(range(partitions)) - known
+        assert {raw_partition(matrix[index]) for index in plan.indices} - {None} == known
         return
     pytest.fail("all answers together are of full rank")
 
@@ -132,7 +132,7 @@ def test_raw_answers_pass_bit_for_bit() -> None:
     blocks = randn(8, 5, 2)
     answers = dict(enumerate(torch.tensordot(matrix, blocks, 1)))
     plan = planned(matrix, [8, 0, 9, 1, 2, 10, 3, 4, 5, 6, 7])
-    found, missing = plan.apply(answers), plan.missing
+    found, missing = plan.apply(answers), plan.missing_partitions
     assert missing
     for k in range(8):
         assert (found[k] is answers[k]) == (k not in missing)
@@ -144,23 +144,23 @@ def test_a_raw_answer_counts_though_the_rank_does_not_grow() -> None:
     assert decoder.add("coded", row_of(1, 1, 0))
     assert decoder.add("first", raw(0, 3))
     assert not decoder.add("second", raw(1, 3))
-    assert decoder.plan() is None
+    assert decoder.find_plan() is None
     assert decoder.add("third", raw(2, 3))
-    plan = decoder.plan()
+    plan = decoder.find_plan()
     assert plan is not None
-    assert plan.answers == ("first", "second", "third")
+    assert plan.indices == ("first", "second", "third")
 
 
 def test_a_coded_block_of_one_partition_is_solved() -> None:
     plan = planned(torch.stack([row_of(0, -4.0), raw(0, 2)]), [0, 1])
-    assert plan.missing == (1,)
+    assert plan.missing_partitions == (1,)
     found = plan.apply({0: row_of(8).reshape(1, 1), 1: row_of(5).reshape(1, 1)})
     assert [one.item() for one in found] == [5, -2]
 
 
 def test_of_two_copies_the_first_counts() -> None:
     plan = planned(generator_matrix(Replication(), 2, 2, 0), [3, 1, 0])
-    assert plan.answers == (0, 3)
+    assert plan.indices == (0, 3)
     found = plan.apply({3: row_of(7).reshape(1, 1), 0: row_of(6).reshape(1, 1)})
     assert [one.item() for one in found] == [6, 7]
 
@@ -171,7 +171,7 @@ def test_equal_sets_give_equal_bits_in_any_order() -> None:
     used = [0, 4, 6, 7, 8, 9, 10]
     bits = set()
     for seed in range(10):
-        order = torch.randperm(len(used), generator=generator(seed))
+        order = torch.randperm(len(used), generator=create_generator(seed))
         rows = {used[i]: matrix[used[i]] for i in order}
         bits.add(torch.cat(Plan(rows).apply(answers)).numpy().tobytes())
     assert len(bits) == 1
@@ -195,11 +195,11 @@ def test_nearly_dependent_answers_are_not_decoded() -> None:
     assert decoder.add("a", row_of(1, 1))
     assert not decoder.add("b", row_of(1, 1 + 1e-7))
     assert decoder.rank == 1
-    assert decoder.plan() is None
+    assert decoder.find_plan() is None
     assert decoder.add("c", row_of(1, -1))
-    plan = decoder.plan()
+    plan = decoder.find_plan()
     assert plan is not None
-    assert plan.answers == ("a", "c")
+    assert plan.indices == ("a", "c")
 
 
 def test_ill_conditioned_answers_wait_for_more_and_then_all_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,11 +210,11 @@ def test_ill_conditioned_answers_wait_for_more_and_then_all_count(monkeypatch: p
     assert [decoder.add(who, matrix[who]) for who in range(3)] == [True] * 3
     assert decoder.rank == 3
     assert 10 < Plan(dict(enumerate(matrix[:3]))).condition < 100
-    assert decoder.plan() is None
+    assert decoder.find_plan() is None
     assert [decoder.add(who, matrix[who]) for who in (3, 4)] == [False] * 2
-    plan = decoder.plan()
+    plan = decoder.find_plan()
     assert plan is not None
-    assert plan.answers == (0, 1, 2, 3, 4)
+    assert plan.indices == (0, 1, 2, 3, 4)
     blocks = randn(3, 4, 2)
     found = plan.apply(dict(enumerate(torch.tensordot(matrix, blocks, 1))))
     assert error(torch.stack(found), blocks) < 1e-12

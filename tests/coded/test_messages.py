@@ -19,27 +19,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.coded import messages
-from farflung.coded.blocks import Holding
+from farflung.coded.blocks import BlockStore
 from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device, Queue
-from farflung.coded.meeting import Address, admitted, attending, coordinating
+from farflung.coded.meeting import Address, admit_device, connect_device, start_coordinator
 from farflung.coded.messages import (
+    BlockPart,
+    BlockSource,
     Built,
     Cancel,
     Columns,
     End,
     Failed,
     Fetch,
-    Malformed,
+    MalformedMessage,
     Message,
     Multiply,
-    Part,
     Rows,
-    Source,
     Welcome,
-    packed,
-    sent,
-    unpacked,
+    decode_message,
+    encode_message,
+    send_message,
 )
 from farflung.comm import view
 from farflung.errors import FarflungError, PeerLost
@@ -71,8 +71,8 @@ ALL: Sequence[Message] = (*COMMANDS, *WORK, *REPORTS, *FETCHES, *OTHERS)
 def in_range(message: Message) -> bool:
     """Whether it can be a message at all; some are there for what they ask for."""
     try:
-        unpacked(packed(message), KINDS)
-    except Malformed:
+        decode_message(encode_message(message), KINDS)
+    except MalformedMessage:
         return False
     return True
 
@@ -94,17 +94,17 @@ def test_there_is_an_example_of_each_kind() -> None:
 @pytest.mark.parametrize("message", ALL, ids=lambda message: type(message).__name__)
 def test_what_is_packed_is_unpacked(message: Message) -> None:
     if in_range(message):
-        assert same(unpacked(packed(message), KINDS), message)
-    assert not unpacks(packed(message), [kind for kind in KINDS if kind is not type(message)])
+        assert same(decode_message(encode_message(message), KINDS), message)
+    assert not unpacks(encode_message(message), [kind for kind in KINDS if kind is not type(message)])
 
 
 def unpacks(payload: Payload, kinds: Sequence[type[Message]] = KINDS) -> bool:
     """Whether it is a message; then it is the same when it is packed again."""
     try:
-        message = unpacked(payload, kinds)
-    except Malformed:
+        message = decode_message(payload, kinds)
+    except MalformedMessage:
         return False
-    assert same(unpacked(packed(message), KINDS), message)
+    assert same(decode_message(encode_message(message), KINDS), message)
     return True
 
 
@@ -161,18 +161,20 @@ NOTHING = Payload(())
 async def coordinate(runtime: Runtime) -> tuple[float, Coordinator]:
     """Multiplies until the hostile device has said all that it has to say; the largest error, and the coordinator."""
     wanted = Settings(
-        partitions=PARTITIONS, devices=DEVICES + 1, least_s=PATIENCE_S / 10, patience_s=PATIENCE_S
+        partitions=PARTITIONS, devices=DEVICES + 1, min_timeout_s=PATIENCE_S / 10, patience_s=PATIENCE_S
     )
     coordinator = Coordinator(runtime, wanted)
     await coordinator.gather()
-    whole = torch.cat([part(int(one.name.removeprefix("part ")))[0] for one in coordinator.settle()])
-    await runtime.launch(sent(runtime.comm, NOTHING, hostile_of(coordinator), BEGIN))
+    whole = torch.cat(
+        [part(int(one.name.removeprefix("part ")))[0] for one in coordinator.activate_partitions()]
+    )
+    await runtime.launch(send_message(runtime.comm, NOTHING, hostile_of(coordinator), BEGIN))
     through = runtime.launch(hears_the_end(runtime))
     random_, worst, rounds = torch.Generator().manual_seed(0), 0.0, 0
-    while not through.done or rounds < 5:
+    while not through.is_done or rounds < 5:
         weights = torch.randn(FEATURES, 2, generator=random_, dtype=torch.float64)
         residuals = torch.randn(len(whole), 2, generator=random_, dtype=torch.float64)
-        found = await coordinator.times(weights), await coordinator.transposed_times(residuals)
+        found = await coordinator.multiply(weights), await coordinator.multiply_transposed(residuals)
         for product, due in zip(found, (whole @ weights, whole.T @ residuals), strict=True):
             worst = max(worst, float((product - due).abs().max() / due.abs().max()))
         rounds += 1
@@ -187,7 +189,7 @@ async def hears_the_end(runtime: Runtime) -> None:
 
 def hostile_of(coordinator: Coordinator) -> int:
     """The one that could make no block."""
-    (rank,) = [rank for rank, member in coordinator.registry.members.items() if member.unable]
+    (rank,) = [rank for rank, member in coordinator.registry.devices.items() if member.cannot_build]
     return rank
 
 
@@ -197,8 +199,8 @@ async def speaks(runtime: Runtime, seed: int) -> dict[str, int]:
     await comm.recv(0, BEGIN, deadline_s=math.inf)
     others = [rank for rank in range(1, HOSTILE + 1) if rank != comm.rank]
     for rank in others:
-        while (await outcome(comm.send(damaged(draw, FETCHES), rank, messages.ASK))) is not None:
-            await runtime.sleep_until(runtime.now() + 0.02)
+        while (await outcome(comm.send(damaged(draw, FETCHES), rank, messages.REQUEST))) is not None:
+            await runtime.sleep_until(runtime.read_clock() + 0.02)
     said = dict.fromkeys(("report", "answer", "ask", "command", "operand"), 0)
     for turn in range(COUNT):
         what = draw.choice(list(said))
@@ -210,13 +212,13 @@ async def speaks(runtime: Runtime, seed: int) -> dict[str, int]:
             where, payload = kept_for_later(draw, 200)
             left = comm.send(payload, 0, where)
         elif what == "ask":
-            left = comm.send(damaged(draw, FETCHES), rank, messages.ASK)
+            left = comm.send(damaged(draw, FETCHES), rank, messages.REQUEST)
         else:
             tag_, intact = (messages.COMMAND, COMMANDS) if what == "command" else (messages.OPERAND, WORK)
             left = comm.send(Payload((damaged(draw, intact), BULK)), rank, tag_)
         if turn % 50 == 0:
             assert await outcome(left) is None
-            await runtime.sleep_until(runtime.now() + 0.001)
+            await runtime.sleep_until(runtime.read_clock() + 0.001)
     await comm.send(NOTHING, 0, THROUGH)
     return said
 
@@ -229,18 +231,18 @@ async def outcome(left: Pending[None]) -> FarflungError | None:
     return None
 
 
-def holding(place: int) -> Holding:
-    return Holding(f"part {place}", *part(place)) if place < PARTITIONS else Holding()
+def holding(place: int) -> BlockStore:
+    return BlockStore(f"part {place}", *part(place)) if place < PARTITIONS else BlockStore()
 
 
 def check(worst: float, coordinator: Coordinator, devices: Sequence[Device], said: dict[str, int]) -> None:
-    print(said, coordinator.counters, [device.refused for device in devices])
+    print(said, coordinator.counters, [device.num_refused for device in devices])
     assert worst < EXACT
     assert sum(said.values()) == COUNT
     # Beside what is refused there is what speaks of nothing, such as a block of another device.
-    assert coordinator.counters.refused > said["report"] // 2
-    assert sum(device.refused for device in devices) > said["ask"] // 2
-    assert len(coordinator.registry.members) >= DEVICES
+    assert coordinator.counters.num_refused > said["report"] // 2
+    assert sum(device.num_refused for device in devices) > said["ask"] // 2
+    assert len(coordinator.registry.devices) >= DEVICES
     assert {one.name for one in coordinator.registry.partitions} == {
         f"part {place}" for place in range(PARTITIONS)
     }
@@ -248,27 +250,29 @@ def check(worst: float, coordinator: Coordinator, devices: Sequence[Device], sai
 
 def test_requests_that_are_taken_back_are_not_answered() -> None:
     """But for those that are being answered."""
-    world = VirtualWorld(3, Link(0.001, 1e6), whole=False)
+    world = VirtualWorld(3, Link(0.001, 1e6), needs_all_members=False)
 
     async def command(runtime: Runtime) -> None:
-        await sent(runtime.comm, packed(Welcome("run", 0)), 1, messages.COMMAND)
+        await send_message(runtime.comm, encode_message(Welcome("run", 0)), 1, messages.COMMAND)
         await runtime.sleep_until(10.0)
-        await sent(runtime.comm, packed(End()), 1, messages.OPERAND)
+        await send_message(runtime.comm, encode_message(End()), 1, messages.OPERAND)
 
     async def attend(runtime: Runtime) -> int:
-        device = Device(runtime, Holding("part 0", *part(0, rows=5000)))
+        device = Device(runtime, BlockStore("part 0", *part(0, rows=5000)))
         await device.run()
-        return device.sent["encoding"]
+        return device.sent_nbytes["encoding"]
 
     async def ask(runtime: Runtime) -> list[int]:
         await runtime.sleep_until(1.0)
         for number in range(5):
             request = Fetch(number, 0, 1000 * number, 1000 * (number + 1))
-            await sent(runtime.comm, packed(request), 1, messages.ASK)
-        await sent(runtime.comm, packed(Cancel((0, 2, 3))), 1, messages.ASK)
-        answers = [runtime.comm.recv(1, messages.reply(number), deadline_s=math.inf) for number in range(5)]
+            await send_message(runtime.comm, encode_message(request), 1, messages.REQUEST)
+        await send_message(runtime.comm, encode_message(Cancel((0, 2, 3))), 1, messages.REQUEST)
+        answers = [
+            runtime.comm.recv(1, messages.build_reply_tag(number), deadline_s=math.inf) for number in range(5)
+        ]
         await runtime.sleep_until(9.0)
-        return [number for number, answer in enumerate(answers) if answer.done]
+        return [number for number, answer in enumerate(answers) if answer.is_done]
 
     _, nbytes, answered = world.run(
         [command(world.runtimes[0]), attend(world.runtimes[1]), ask(world.runtimes[2])]
@@ -279,7 +283,7 @@ def test_requests_that_are_taken_back_are_not_answered() -> None:
 
 @pytest.mark.thorough
 def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view, "KEPT_NBYTES", KEPT_NBYTES := 1 << 22)
+    monkeypatch.setattr(view, "MAX_UNRECEIVED_NBYTES", KEPT_NBYTES := 1 << 22)
     met: list[Address] = []
     there = threading.Event()
     devices: list[Device] = []
@@ -287,21 +291,21 @@ def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> No
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def coordinates() -> tuple[float, Coordinator]:
-        with coordinating(Address("127.0.0.1", 0), "run") as (runtime, at):
+        with start_coordinator(Address("127.0.0.1", 0), "run") as (runtime, at):
             met.append(at)
             there.set()
             return runtime.drive(coordinate(runtime))
 
     def attends(body: Callable[[Any], Any]) -> Any:
         assert there.wait(PATIENCE_S)
-        with attending(met[0], patience_s=PATIENCE_S) as runtime:
+        with connect_device(met[0], patience_s=PATIENCE_S) as runtime:
             return body(runtime)
 
-    def device(runtime: Any, holding: Holding, **options: Any) -> Device:
+    def device(runtime: Any, holding: BlockStore, **options: Any) -> Device:
         return Device(
             runtime,
             holding,
-            admit=partial(admitted, runtime),
+            admit=partial(admit_device, runtime),
             **options,
         )
 
@@ -310,11 +314,11 @@ def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> No
         runtime.drive(devices[-1].run())
         mailbox = runtime.view.mailbox
         dropped.append(mailbox.dropped)
-        assert mailbox.kept_nbytes <= (DEVICES + 2) * KEPT_NBYTES
+        assert mailbox.unreceived_nbytes <= (DEVICES + 2) * KEPT_NBYTES
 
     def hostile(runtime: Any) -> dict[str, int]:
         speaking = runtime.launch(speaks(runtime, 1))
-        runtime.drive(device(runtime, Holding(), room_nbytes=0).run())
+        runtime.drive(device(runtime, BlockStore(), room_nbytes=0).run())
         return typing.cast("dict[str, int]", speaking.wait())
 
     found = in_threads(
@@ -338,7 +342,10 @@ def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_device_that_is_told_anything_still_does_what_is_sensible() -> None:
     """What would end it, or make it wait for who is not there, is left out: that is sensible to say."""
     data, labels = part(0)
-    brought, world = Holding("part 0", data, labels), VirtualWorld(2, Link(0.001, 1e9), whole=False)
+    brought, world = (
+        BlockStore("part 0", data, labels),
+        VirtualWorld(2, Link(0.001, 1e9), needs_all_members=False),
+    )
     devices: list[Device] = []
 
     async def told(runtime: Runtime) -> Tensor:
@@ -347,26 +354,30 @@ def test_a_device_that_is_told_anything_still_does_what_is_sensible() -> None:
         for turn in range(TOLD):
             at_work = draw.random() < 0.5
             payload = damaged(draw, WORK if at_work else COMMANDS)
-            if b"end" not in b"".join(tensor.numpy().tobytes() for tensor in payload.tensors()):
+            if b"end" not in b"".join(tensor.numpy().tobytes() for tensor in payload.iter_tensors()):
                 comm.send(payload, 1, messages.OPERAND if at_work else messages.COMMAND)
             if turn % 50 == 0:
-                await runtime.sleep_until(runtime.now() + 0.001)
-        comm.send(packed(Welcome("again", 7)), 1, messages.COMMAND)
-        comm.send(packed(Rows(70, len(data), FEATURES, (Source(1, 7, 2.0),))), 1, messages.COMMAND)
-        parts = (Part(0, len(data), raw=True, sources=(Source(1, 7, 1.0),)),)
-        comm.send(packed(Columns(71, (1.0, 1.0), (0, 5, FEATURES), parts)), 1, messages.COMMAND)
+                await runtime.sleep_until(runtime.read_clock() + 0.001)
+        comm.send(encode_message(Welcome("again", 7)), 1, messages.COMMAND)
+        comm.send(
+            encode_message(Rows(70, len(data), FEATURES, (BlockSource(1, 7, 2.0),))), 1, messages.COMMAND
+        )
+        parts = (BlockPart(0, len(data), is_raw=True, sources=(BlockSource(1, 7, 1.0),)),)
+        comm.send(encode_message(Columns(71, (1.0, 1.0), (0, 5, FEATURES), parts)), 1, messages.COMMAND)
         made: set[int] = set()
         while not made >= {70, 71}:
             try:
-                report = unpacked(await comm.recv(1, messages.REPORT), (Built, Failed))
-            except Malformed:
+                report = decode_message(await comm.recv(1, messages.REPORT), (Built, Failed))
+            except MalformedMessage:
                 continue
             if isinstance(report, Built):
                 made.add(report.block)
         weights = torch.ones(FEATURES, 1, dtype=torch.float64)
-        comm.send(packed(Multiply(LAST, LAST, (70,), (), len(data), 1, 0, weights)), 1, messages.OPERAND)
-        _, product = (await comm.recv(1, messages.answers(LAST))).tensors()
-        comm.send(packed(End()), 1, messages.OPERAND)
+        comm.send(
+            encode_message(Multiply(LAST, LAST, (70,), (), len(data), 1, 0, weights)), 1, messages.OPERAND
+        )
+        _, product = (await comm.recv(1, messages.build_answer_tag(LAST))).iter_tensors()
+        comm.send(encode_message(End()), 1, messages.OPERAND)
         return product
 
     async def attend(runtime: Runtime) -> None:
@@ -376,7 +387,7 @@ def test_a_device_that_is_told_anything_still_does_what_is_sensible() -> None:
     bodies: list[Coroutine[Pending[Any], None, Any]] = [told(world.runtimes[0]), attend(world.runtimes[1])]
     product = world.run(bodies)[0]
     assert torch.allclose(product, 2 * data @ torch.ones(FEATURES, 1, dtype=torch.float64))
-    assert devices[0].refused > TOLD // 2
+    assert devices[0].num_refused > TOLD // 2
     assert brought.nbytes <= 1 << 20
 
 
@@ -394,37 +405,37 @@ def test_a_device_that_is_told_anything_still_does_what_is_sensible() -> None:
     ids=str,
 )
 def test_no_more_is_given_than_there_is_and_than_is_given_at_once(request_: Fetch) -> None:
-    brought = Holding("part 0", *part(0))
-    brought.settle("run", 0)
-    with pytest.raises(Malformed):
-        brought.give(request_)
+    brought = BlockStore("part 0", *part(0))
+    brought.bind_run("run", 0)
+    with pytest.raises(MalformedMessage):
+        brought.read_rows(request_)
 
 
 def test_rounds_that_are_over_are_passed_over() -> None:
     """Of two that come while another one is carried out, the first; and the rest of that one."""
     data, labels = part(0)
-    world = VirtualWorld(2, Link(0.001, 1e9), seconds_per_sample=0.1, whole=False)
+    world = VirtualWorld(2, Link(0.001, 1e9), seconds_per_sample=0.1, needs_all_members=False)
     devices: list[Device] = []
 
     async def told(runtime: Runtime) -> None:
         comm, weights = runtime.comm, torch.ones(FEATURES, 1, dtype=torch.float64)
         await comm.recv(1, messages.REPORT)
-        comm.send(packed(Welcome("run", 0)), 1, messages.COMMAND)
+        comm.send(encode_message(Welcome("run", 0)), 1, messages.COMMAND)
         await runtime.sleep_until(1.0)
         for round, since in ((1, 1), (2, 1), (3, 3)):
             task = Multiply(round, since, (0,), (), len(data), 4, 0, weights)
-            comm.send(packed(task), 1, messages.OPERAND)
+            comm.send(encode_message(task), 1, messages.OPERAND)
         await runtime.sleep_until(100.0)
-        comm.send(packed(End()), 1, messages.OPERAND)
+        comm.send(encode_message(End()), 1, messages.OPERAND)
 
     async def attend(runtime: Runtime) -> None:
-        devices.append(Device(runtime, Holding("part 0", data, labels)))
+        devices.append(Device(runtime, BlockStore("part 0", data, labels)))
         await devices[0].run()
 
     world.run([told(world.runtimes[0]), attend(world.runtimes[1])])
-    assert devices[0].rounds == 2
-    assert devices[0].sent["answers"] < 2 * 8 * len(data)
-    assert devices[0].refused == 0
+    assert devices[0].num_rounds == 2
+    assert devices[0].sent_nbytes["answers"] < 2 * 8 * len(data)
+    assert devices[0].num_refused == 0
 
 
 def test_a_queue_is_filled_by_one_thread_while_another_takes() -> None:
@@ -435,7 +446,7 @@ def test_a_queue_is_filled_by_one_thread_while_another_takes() -> None:
             queue.put(number)
 
     async def take() -> list[int]:
-        return [await queue.next() for _ in range(count)]
+        return [await queue.get() for _ in range(count)]
 
     putter = threading.Thread(target=put)
     taken = Task(take(), lambda resume: resume())

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from farflung.coded import (
-    HeldProducts,
     Hinge,
+    InMemoryProducts,
     Logistic,
     Multinomial,
     Problem,
     SquaredHinge,
 )
 from farflung.errors import ConfigError
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from tests.coded.problems import run
 
 TABLE: dict[str, Any] = {
@@ -31,7 +31,7 @@ TABLE: dict[str, Any] = {
 
 def drawn(name: str, samples: int, spread: float = 3.0) -> tuple[Tensor, Tensor]:
     """Margins and targets of three outputs."""
-    random = generator(0, name, samples)
+    random = create_generator(0, name, samples)
     margins = spread * torch.randn(samples, 3, generator=random, dtype=torch.float64)
     if name == "multinomial":
         return margins, torch.randint(3, (samples,), generator=random)
@@ -70,7 +70,7 @@ def test_loss_and_derivative(name: str, samples: int, spread: float) -> None:
 def test_curvature_bounds_the_second_derivative(name: str) -> None:
     curvature = TABLE[name].curvature
     margins, targets = drawn(name, 500, spread=1.0)
-    way = torch.randn(margins.shape, generator=generator(1), dtype=torch.float64)
+    way = torch.randn(margins.shape, generator=create_generator(1), dtype=torch.float64)
     slopes, further = (TABLE[name].loss(at, targets)[1] for at in (margins, margins + 1e-4 * way))
     bends = ((further - slopes) * way).sum(dim=1) / 1e-4
     assert bool((bends <= 0.3 * curvature * (way * way).sum(dim=1) * (1 + 1e-6)).all())
@@ -84,10 +84,10 @@ def test_gradient_of_the_whole_objective(name: str, fit_intercept: bool) -> None
         options["intercept_scaling"] = 2.5
     objective = replace(TABLE[name], fit_intercept=fit_intercept, **options)
     _, targets = drawn(name, 40)
-    matrix = torch.randn(40, 5, generator=generator(2), dtype=torch.float64)
-    problem = Problem(HeldProducts(matrix), objective, targets)
+    matrix = torch.randn(40, 5, generator=create_generator(2), dtype=torch.float64)
+    problem = Problem(InMemoryProducts(matrix), objective, targets)
     assert problem.shape == (5 + fit_intercept, 3)
-    weights = torch.randn(problem.shape, generator=generator(3), dtype=torch.float64).requires_grad_()
+    weights = torch.randn(problem.shape, generator=create_generator(3), dtype=torch.float64).requires_grad_()
     features, intercepts = problem.split(weights)
     if fit_intercept:
         torch.testing.assert_close(intercepts, weights[5] * options.get("intercept_scaling", 1.0))
@@ -96,10 +96,10 @@ def test_gradient_of_the_whole_objective(name: str, fit_intercept: bool) -> None
     whole = 0.5 * (penalised**2).sum() + 0.3 * loss
     (gradient,) = torch.autograd.grad(whole, weights)
     found = weights.detach()
-    lost, slopes = objective.loss(run(problem.margins(found)), targets)
-    penalty, shrinking = problem.penalty(found)
+    lost, slopes = objective.loss(run(problem.compute_margins(found)), targets)
+    penalty, shrinking = problem.compute_penalty(found)
     assert lost + penalty == pytest.approx(float(whole.detach()), rel=1e-12)
-    torch.testing.assert_close(run(problem.transposed(slopes)) + shrinking, gradient)
+    torch.testing.assert_close(run(problem.multiply_transposed(slopes)) + shrinking, gradient)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -126,7 +126,7 @@ def test_the_curvature_of_a_shift_is_its_second_derivative(name: str, weighted: 
     margins, targets = drawn(name, 200, spread=0.3)
     factors = torch.arange(200, dtype=torch.float64)[:, None] % 3 if weighted else None
     slopes = TABLE[name].loss(margins, targets, factors)[1]
-    curvature = TABLE[name].shift_curvature(margins, slopes, targets, factors)
+    curvature = TABLE[name].compute_shift_curvature(margins, slopes, targets, factors)
     shift = torch.tensor([1.0, -2.0, 1.0], dtype=torch.float64)
     ahead, behind = (
         TABLE[name].loss(margins + length * shift, targets, factors)[1].sum(dim=0) for length in (1e-7, -1e-7)
@@ -137,15 +137,15 @@ def test_the_curvature_of_a_shift_is_its_second_derivative(name: str, weighted: 
 def test_no_penalty() -> None:
     margins, targets = drawn("logistic", 20)
     free, one = Logistic(C=float("inf")), Logistic(C=1.0)
-    assert free.loss(margins, targets)[0] == one.loss(margins, targets)[0]
-    problem = Problem(HeldProducts(torch.ones(20, 2, dtype=torch.float64)), free, targets)
-    penalty, gradient = problem.penalty(torch.ones(3, 3, dtype=torch.float64))
+    assert free.compute_loss(margins, targets)[0] == one.compute_loss(margins, targets)[0]
+    problem = Problem(InMemoryProducts(torch.ones(20, 2, dtype=torch.float64)), free, targets)
+    penalty, gradient = problem.compute_penalty(torch.ones(3, 3, dtype=torch.float64))
     assert (penalty, float(gradient.abs().max())) == (0.0, 0.0)
 
 
 def test_the_hinge_has_a_parabola_in_place_of_its_kink() -> None:
     right = torch.linspace(0.98, 1.02, 401, dtype=torch.float64).reshape(-1, 1, 1)
-    losses = [Hinge().loss(one, torch.ones_like(one))[0] for one in right]
+    losses = [Hinge().compute_loss(one, torch.ones_like(one))[0] for one in right]
     above = torch.tensor(losses, dtype=torch.float64) - torch.relu(1 - right.reshape(-1))
     assert float(above.min()) >= -1e-15
     assert float(above.max()) == pytest.approx(0.01 / 8)
@@ -170,4 +170,4 @@ def test_settings_out_of_range(kind: type[Any], options: dict[str, object], mess
 
 def test_products_are_of_a_matrix() -> None:
     with pytest.raises(ConfigError, match="expected a matrix, found 1 dimensions"):
-        HeldProducts(torch.zeros(3))
+        InMemoryProducts(torch.zeros(3))

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from farflung.coded.picture import coded_picture
+from farflung.coded.picture import draw_coded_picture
 from farflung.errors import DataError
 from farflung.telemetry import Event
 from farflung.types import Json
@@ -58,7 +58,7 @@ def bars(axes: Axes) -> dict[str, list[tuple[float, float, float]]]:
 
 
 def test_it_has_what_devices_did(tmp_path: Path, drawn: list[Figure]) -> None:
-    coded_picture(session(), tmp_path / "a.png", title="t")
+    draw_coded_picture(session(), tmp_path / "a.png", title="t")
     devices, redundancy, objective = drawn[0].axes
     seen = bars(devices)
     assert seen["encodes"] == [(2, 3.0, 4.0)]
@@ -77,7 +77,7 @@ def test_it_has_what_devices_did(tmp_path: Path, drawn: list[Figure]) -> None:
 
 
 def test_a_run_that_goes_on_follows_in_time(tmp_path: Path, drawn: list[Figure]) -> None:
-    coded_picture([*session(), *session(0.5)], tmp_path / "a.png", title="t")
+    draw_coded_picture([*session(), *session(0.5)], tmp_path / "a.png", title="t")
     devices = drawn[0].axes[0]
     assert max(end for _, _, end in bars(devices)["takes part"]) == 21.5
     crosses = [line for line in devices.lines if line.get_marker() == "X"]
@@ -98,10 +98,10 @@ def test_a_run_that_goes_on_follows_in_time(tmp_path: Path, drawn: list[Figure])
 )
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path, events: list[Event]) -> None:
     with pytest.raises(DataError):
-        coded_picture(events, tmp_path / "a.png", title="t")
+        draw_coded_picture(events, tmp_path / "a.png", title="t")
     assert not list(tmp_path.iterdir())
 
 
 def test_it_can_be_seen(tmp_path: Path) -> None:
-    coded_picture(session(), tmp_path / "a.png", title="t")
+    draw_coded_picture(session(), tmp_path / "a.png", title="t")
     assert (tmp_path / "a.png").stat().st_size > 15_000

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.coded import HeldProducts, Logistic, Objective, Problem, SquaredHinge
+from farflung.coded import InMemoryProducts, Logistic, Objective, Problem, SquaredHinge
 from farflung.coded.preconditioner import ColumnStats, Preconditioner
 from farflung.errors import BadSamples
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from tests.coded.problems import Counted, run
 
 SAMPLES = 2000
@@ -20,11 +20,13 @@ SAMPLES = 2000
 def matrix_of(offset: float = 0.0) -> Tensor:
     """Columns that are independent, of sizes 1 to 4."""
     sizes = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-    return torch.randn(SAMPLES, 3, generator=generator(0), dtype=torch.float64) * sizes + offset
+    return torch.randn(SAMPLES, 3, generator=create_generator(0), dtype=torch.float64) * sizes + offset
 
 
 def problem_of(matrix: Tensor, objective: Objective, factors: Tensor | None = None) -> Problem:
-    return Problem(HeldProducts(matrix), objective, torch.ones(len(matrix), 1, dtype=torch.float64), factors)
+    return Problem(
+        InMemoryProducts(matrix), objective, torch.ones(len(matrix), 1, dtype=torch.float64), factors
+    )
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -59,7 +61,7 @@ def test_it_is_near_the_hessian_of_the_bound(objective: Objective, offset: float
     """Of independent columns: its inverse times the Hessian has eigenvalues within the factor of the sizes' errors."""
     matrix = matrix_of(offset)
     problem = problem_of(matrix, objective)
-    preconditioner = Preconditioner.of(problem, run(ColumnStats.measure(problem)))
+    preconditioner = Preconditioner.from_problem(problem, run(ColumnStats.measure(problem)))
     ones = torch.full((SAMPLES, 1), objective.intercept_scaling, dtype=torch.float64)
     whole = torch.cat([matrix, ones], dim=1) if objective.fit_intercept else matrix
     penalty = torch.ones(whole.shape[1], dtype=torch.float64)
@@ -75,18 +77,18 @@ def test_it_is_near_the_hessian_of_the_bound(objective: Objective, offset: float
 @pytest.mark.parametrize("objective", [SquaredHinge(), Logistic()], ids=str)
 def test_its_inverse_is_symmetric_and_positive(objective: Objective) -> None:
     problem = problem_of(matrix_of(20.0), objective)
-    preconditioner = Preconditioner.of(problem, run(ColumnStats.measure(problem)))
+    preconditioner = Preconditioner.from_problem(problem, run(ColumnStats.measure(problem)))
     inverse = preconditioner.solve(torch.eye(4, dtype=torch.float64))
     torch.testing.assert_close(inverse, inverse.T)
     assert float(torch.linalg.eigvalsh(inverse).min()) > 0
-    several = torch.randn(4, 2, generator=generator(1), dtype=torch.float64)
+    several = torch.randn(4, 2, generator=create_generator(1), dtype=torch.float64)
     torch.testing.assert_close(preconditioner.solve(several), inverse @ several)
 
 
 def test_columns_of_very_unlike_sizes_are_scaled() -> None:
     sizes: Any = torch.tensor([1e-3, 1.0, 1e6], dtype=torch.float64)
     problem = problem_of(matrix_of() * sizes, Logistic(C=float("inf")))
-    scales = Preconditioner.of(problem, run(ColumnStats.measure(problem))).scales[:3, 0]
+    scales = Preconditioner.from_problem(problem, run(ColumnStats.measure(problem))).scales[:3, 0]
     curvatures = 0.25 * SAMPLES * (sizes * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)) ** 2
     assert bool(((curvatures / scales).log().abs() < 8).all()), (
         "1000 in the curvature and the errors of sizes"
@@ -96,4 +98,4 @@ def test_columns_of_very_unlike_sizes_are_scaled() -> None:
 def test_features_whose_squares_are_infinite() -> None:
     problem = problem_of(matrix_of() * 1e160, Logistic())
     with pytest.raises(BadSamples, match="the squares of the features are not finite"):
-        Preconditioner.of(problem, run(ColumnStats.measure(problem)))
+        Preconditioner.from_problem(problem, run(ColumnStats.measure(problem)))

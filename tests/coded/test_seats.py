@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farflung.coded import meeting
 from farflung.coded.coordinator import Coordinator, Settings
-from farflung.coded.meeting import Address, attending, coordinating
+from farflung.coded.meeting import Address, connect_device, start_coordinator
 from farflung.comm import Endpoint, Peer
 from farflung.comm.visits import Access
 from farflung.errors import ConfigError, FarflungError
@@ -25,17 +25,17 @@ from tests.helpers import PATIENCE_S
 def test_a_device_needs_its_blocks_and_little_more(tmp_path: Path) -> None:
     """Three devices of 200 MB each: raw and coded rows, and columns."""
     few = Settings(partitions=2, devices=3, patience_s=2 * PATIENCE_S)
-    with coordinating(Address("127.0.0.1", 0), "run") as (runtime, at):
+    with start_coordinator(Address("127.0.0.1", 0), "run") as (runtime, at):
         coordinator = Coordinator(runtime, few)
         crowd = Crowd(at, tmp_path, data=much)
 
         async def body() -> float:
             await coordinator.gather()
-            coordinator.settle()
+            coordinator.activate_partitions()
             total = 0.0
             for _ in range(5):
-                product = await coordinator.times(torch.ones(coordinator.features, 2, dtype=torch.float64))
-                total += float((await coordinator.transposed_times(product)).sum())
+                product = await coordinator.multiply(torch.ones(coordinator.features, 2, dtype=torch.float64))
+                total += float((await coordinator.multiply_transposed(product)).sum())
             await coordinator.end()
             return total
 
@@ -60,7 +60,7 @@ def much(number: int) -> tuple[Tensor, Tensor]:
 
 
 def test_what_asks_without_a_seat_or_the_key_is_refused_alone() -> None:
-    with coordinating(Address("127.0.0.1", 0), "run") as (_, at):
+    with start_coordinator(Address("127.0.0.1", 0), "run") as (_, at):
         access = Access(meeting._KEY, False, ())
         assert access.ask(str(at), {"peer": Peer(7, None, b"token").to_json()}, PATIENCE_S) == {}
         refused: list[tuple[dict[str, Json], str]] = [
@@ -72,28 +72,28 @@ def test_what_asks_without_a_seat_or_the_key_is_refused_alone() -> None:
             assert why in access.ask(str(at), question, PATIENCE_S)["refused"]
         with pytest.raises(OSError, match="connection was closed"):
             Access(bytes(32), False, ()).ask(str(at), {"seat": True}, PATIENCE_S)
-        with attending(at, patience_s=PATIENCE_S) as first:
+        with connect_device(at, patience_s=PATIENCE_S) as first:
             assert first.comm.rank == 1
 
 
 def test_what_comes_with_the_rank_of_another_or_from_another_run_is_refused_alone() -> None:
     access = Access(meeting._KEY, False, ())
-    with coordinating(Address("127.0.0.1", 0), "run") as (_, at):
+    with start_coordinator(Address("127.0.0.1", 0), "run") as (_, at):
 
         def come(me: Peer) -> list[Peer]:
             return [Peer.from_json(access.ask(str(at), {"peer": me.to_json()}, PATIENCE_S)["peer"]), me]
 
-        with attending(at, patience_s=PATIENCE_S) as first:
-            mine = first.view.transport.me
+        with connect_device(at, patience_s=PATIENCE_S) as first:
+            mine = first.session.transport.local_peer
             assert come(mine)[1] == mine, "an answer that was lost is given again"
             other = {"peer": Peer(1, None, b"another").to_json()}
             assert access.ask(str(at), other, PATIENCE_S) == {"refused": "rank 1 has come already"}
             rank = access.ask(str(at), {"seat": True}, PATIENCE_S)["rank"]
             with pytest.raises(FarflungError, match="disagree on coded run"):
-                meeting._runtime(rank, "another", Endpoint(), PATIENCE_S, members=[0, rank], come=come)
-            with attending(at, patience_s=PATIENCE_S) as second:
+                meeting._create_runtime(rank, "another", Endpoint(), PATIENCE_S, members=[0, rank], come=come)
+            with connect_device(at, patience_s=PATIENCE_S) as second:
                 assert (first.comm.rank, second.comm.rank) == (1, rank + 1)
-            assert first.view.present() == {0}
+            assert first.session.get_present_ranks() == {0}
 
 
 @pytest.mark.parametrize("sealed", ["coordinator", "device"])
@@ -101,21 +101,21 @@ def test_a_device_that_encrypts_where_the_coordinator_does_not_is_refused_alone(
     monkeypatch: pytest.MonkeyPatch, sealed: str
 ) -> None:
     """And the other way round: at once, and not after its patience."""
-    monkeypatch.setattr(meeting, "_VISIT_S", 1.0)
+    monkeypatch.setattr(meeting, "_VISIT_TIMEOUT_S", 1.0)
     coordinators, devices = (Endpoint(encrypt=sealed == name) for name in ("coordinator", "device"))
-    with coordinating(Address("127.0.0.1", 0), "run", coordinators) as (_, at):
+    with start_coordinator(Address("127.0.0.1", 0), "run", coordinators) as (_, at):
         with (
             pytest.raises(ConfigError, match=r"refuses this device: rank . listens on its own machine alone"),
-            attending(at, devices, patience_s=PATIENCE_S),
+            connect_device(at, devices, patience_s=PATIENCE_S),
         ):
             pytest.fail("it is in")
-        with attending(at, coordinators, patience_s=PATIENCE_S) as fits:
+        with connect_device(at, coordinators, patience_s=PATIENCE_S) as fits:
             assert fits.comm.rank == 2
 
 
 def test_a_coordinator_is_met_where_it_says() -> None:
     forwarded = Endpoint(advertise="127.0.0.2:7999")
-    with coordinating(Address("127.0.0.1", 0), "run", forwarded) as (_, at):
+    with start_coordinator(Address("127.0.0.1", 0), "run", forwarded) as (_, at):
         assert at == Address("127.0.0.2", 7999)
 
 
@@ -129,7 +129,7 @@ def test_a_coordinator_is_met_where_it_says() -> None:
 def test_a_coordinator_that_cannot_be_reached_is_refused(advertise: str, said: str) -> None:
     with (
         pytest.raises(ConfigError, match=said),
-        coordinating(Address("127.0.0.1", 0), "run", Endpoint(advertise=advertise)),
+        start_coordinator(Address("127.0.0.1", 0), "run", Endpoint(advertise=advertise)),
     ):
         pass
 
@@ -137,10 +137,10 @@ def test_a_coordinator_that_cannot_be_reached_is_refused(advertise: str, said: s
 @pytest.mark.parametrize("how", ["asks and is killed", "comes and never greets", "has left"])
 def test_a_seat_that_was_taken_in_vain_is_given_again(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The only one."""
-    monkeypatch.setattr(meeting, "SEATS", 2)
-    with coordinating(Address("127.0.0.1", 0), "run", join_s=0.5) as (_, at):
+    monkeypatch.setattr(meeting, "MAX_PROCESSES", 2)
+    with start_coordinator(Address("127.0.0.1", 0), "run", connect_timeout_s=0.5) as (_, at):
         if how == "has left":
-            with attending(at, patience_s=PATIENCE_S) as first:
+            with connect_device(at, patience_s=PATIENCE_S) as first:
                 assert first.comm.rank == 1
         else:
             access = Access(meeting._KEY, False, ())
@@ -150,19 +150,19 @@ def test_a_seat_that_was_taken_in_vain_is_given_again(monkeypatch: pytest.Monkey
                 assert "peer" in access.ask(str(at), {"peer": silent.to_json()}, PATIENCE_S)
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
-            with suppress(FarflungError), attending(at, patience_s=PATIENCE_S) as second:
+            with suppress(FarflungError), connect_device(at, patience_s=PATIENCE_S) as second:
                 assert second.comm.rank == 1
                 return
         pytest.fail("the seat is not given again")
 
 
 def test_a_device_is_told_that_no_seat_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "SEATS", 2)
+    monkeypatch.setattr(meeting, "MAX_PROCESSES", 2)
     said = "all 1 seats of the run are taken: try again when a device has left"
     with (
-        coordinating(Address("127.0.0.1", 0), "run") as (_, at),
-        attending(at, patience_s=PATIENCE_S),
+        start_coordinator(Address("127.0.0.1", 0), "run") as (_, at),
+        connect_device(at, patience_s=PATIENCE_S),
         pytest.raises(ConfigError, match=said),
-        attending(at, patience_s=PATIENCE_S),
+        connect_device(at, patience_s=PATIENCE_S),
     ):
         pytest.fail("there is a seat")

@@ -17,8 +17,8 @@ from farflung.coded import (
     GD,
     LBFGS,
     SOLVERS,
-    HeldProducts,
     Hinge,
+    InMemoryProducts,
     Logistic,
     Multinomial,
     Objective,
@@ -32,7 +32,7 @@ from farflung.coded import (
 from farflung.coded import solvers as solvers_module
 from farflung.coded.solvers import Ray, strong_wolfe
 from farflung.errors import ConfigError
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.state_trees import load_tree, save_tree
 from tests.coded.problems import Counted, Noisy, cancer, run, signs, value, wine
 from tests.covering import thorough
@@ -61,7 +61,7 @@ def data_of(objective: Objective, classes: int) -> tuple[Tensor, Tensor, Tensor]
 
 def problem_of(objective: Objective, classes: int) -> Problem:
     matrix, _, targets = data_of(objective, classes)
-    return Problem(HeldProducts(matrix), objective, targets)
+    return Problem(InMemoryProducts(matrix), objective, targets)
 
 
 def optimum(objective: Objective, classes: int) -> float:
@@ -77,7 +77,7 @@ def test_the_table_is_whole() -> None:
 def test_the_optimum_is_found(name: str) -> None:
     solver, objective, classes = TABLE[name]
     matrix, _, targets = data_of(objective, classes)
-    state = run(solve(solver, Problem(HeldProducts(matrix), objective, targets), max_iterations=3000))
+    state = run(solve(solver, Problem(InMemoryProducts(matrix), objective, targets), max_iterations=3000))
     assert state.converged
     assert state.objective == pytest.approx(value(objective, matrix, targets, state.weights), rel=1e-12)
     least = optimum(objective, classes)
@@ -91,7 +91,7 @@ def test_resumed_in_mid_run_the_bits_are_the_same(name: str, tmp_path: Path) -> 
     half = run(solve(solver, problem, max_iterations=7))
     assert not half.converged
     save_tree(tmp_path / "state.safetensors", half.tree())
-    again = solver.restored(load_tree(tmp_path / "state.safetensors"))
+    again = solver.restore_state(load_tree(tmp_path / "state.safetensors"))
     through, resumed = (
         run(solve(solver, problem, max_iterations=20, state=state)) for state in (half, again)
     )
@@ -114,7 +114,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in TABLE if not name.startswith("one_vs_rest")])
 def test_an_iterate_is_two_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "lbfgs refreshed":
-        monkeypatch.setattr(solvers_module, "_REFRESH", 2)
+        monkeypatch.setattr(solvers_module, "_REFRESH_PERIOD", 2)
     solver, objective, classes = TABLE[name]
     matrix, _, targets = data_of(objective, classes)
     products = Counted(matrix)
@@ -171,12 +171,12 @@ def test_steps_of_gradient_descent(objective: Objective) -> None:
 
 
 def test_lbfgs_notices_margins_that_drifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solvers_module, "_REFRESH", 10**6)
+    monkeypatch.setattr(solvers_module, "_REFRESH_PERIOD", 10**6)
     problem, solver = problem_of(Logistic(), 2), LBFGS()
     state = run(solve(solver, problem, max_iterations=5))
     drifted = replace(state, margins=state.margins + 0.3)
     found = run(solve(solver, problem, max_iterations=500, state=drifted))
-    assert found.converged
+    assert found.has_converged
     assert found.objective == pytest.approx(optimum(Logistic(), 2), rel=1e-7)
 
 
@@ -197,10 +197,10 @@ COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
 def problem_with_wrong_labels(objective: Objective, classes: int, columns: str) -> Problem:
     """One whose classes no weights tell apart, so that the least loss is not nearly 0."""
     matrix, codes, _ = data_of(objective, classes)
-    is_wrong = torch.rand(len(codes), generator=generator(7)) < 0.1
+    is_wrong = torch.rand(len(codes), generator=create_generator(7)) < 0.1
     codes = torch.where(is_wrong, (codes + 1) % classes, codes)
     targets = codes if isinstance(objective, Multinomial) else signs(codes)
-    return Problem(HeldProducts(COLUMNS[columns](matrix)), objective, targets)
+    return Problem(InMemoryProducts(COLUMNS[columns](matrix)), objective, targets)
 
 
 MODELS: dict[str, tuple[Objective, int]] = {
@@ -227,12 +227,12 @@ def test_the_gap_is_no_less_than_what_is_above_the_optimum(model: str, columns: 
     """At every iterate, whatever the columns are like; and in the end it is as small as was asked for."""
     problem = problem_with_wrong_labels(*MODELS[model], columns)
     states: list[Any] = []
-    state = run(solve(LBFGS(), problem, max_iterations=3000, tell=states.append))
+    state = run(solve(LBFGS(), problem, max_iterations=3000, callback=states.append))
     if model == "hinge" and columns == "far from 0":  # as small as rounding errors of its weights allow
         assert state.is_over
         assert state.gap < 1e-6
     else:
-        assert state.converged
+        assert state.has_converged
         assert state.gap <= 1e-10
     least = run(solve(LBFGS(tol=1e-16), problem, max_iterations=3000)).objective
     rounding = 1e-9 if columns == "far from 0" else 1e-12
@@ -243,29 +243,29 @@ def test_the_gap_is_no_less_than_what_is_above_the_optimum(model: str, columns: 
 def test_where_rounding_errors_hide_the_gap_it_has_stalled_and_not_converged() -> None:
     problem = problem_with_wrong_labels(Logistic(), 2, "huge")  # of features
     state = run(solve(LBFGS(), problem, max_iterations=500))
-    assert (state.converged, state.stalled) == (False, True)
+    assert (state.has_converged, state.has_stalled) == (False, True)
     assert state.gap > 1e-10
     assert state.iterations < 500
-    again = LBFGS().restored(state.tree())
+    again = LBFGS().restore_state(state.to_tree())
     assert run(solve(LBFGS(), problem, max_iterations=500, state=again)) is again
     whole = run(solve(OneVsRest(LBFGS()), problem, max_iterations=500))
-    assert (whole.converged, whole.stalled) == (False, True)
+    assert (whole.has_converged, whole.has_stalled) == (False, True)
 
 
 def test_gradient_descent_on_columns_far_from_0_has_not_converged() -> None:
     matrix, _, targets = data_of(Logistic(), 2)
-    state = run(solve(GD(), Problem(HeldProducts(matrix + 1e6), Logistic(), targets), max_iterations=20))
-    assert not state.converged
+    state = run(solve(GD(), Problem(InMemoryProducts(matrix + 1e6), Logistic(), targets), max_iterations=20))
+    assert not state.has_converged
     assert state.gap > 1
 
 
 def test_gradient_descent_bounds_the_gap_at_the_best_intercept() -> None:
     """Its gradient is small, but the intercept is not where the bound holds."""
     matrix, _, targets = data_of(Logistic(), 2)
-    problem = Problem(HeldProducts(matrix), Logistic(C=0.01), targets)
+    problem = Problem(InMemoryProducts(matrix), Logistic(C=0.01), targets)
     state = run(solve(GD(tol=1e-4), problem, max_iterations=1000))
-    assert state.converged
-    settled, _ = problem.settle(state.weights, run(problem.margins(state.weights)))
+    assert state.has_converged
+    settled, _ = problem.optimize_intercept(state.weights, run(problem.compute_margins(state.weights)))
     torch.testing.assert_close(settled, state.weights, rtol=0, atol=1e-12)
     least = run(solve(LBFGS(), problem, max_iterations=100)).objective
     assert 0 < state.objective / least - 1 < state.gap <= 1e-4
@@ -275,41 +275,41 @@ def test_gradient_descent_bounds_the_gap_at_the_best_intercept() -> None:
 def test_the_intercept_is_moved_to_its_best_value(model: str) -> None:
     objective, classes = MODELS[model]
     problem = problem_of(objective, classes)
-    weights = 0.1 * torch.randn(problem.shape, generator=generator(5), dtype=torch.float64)
-    margins = run(problem.margins(weights))
-    settled, moved = problem.settle(weights, margins)
-    torch.testing.assert_close(moved, run(problem.margins(settled)))
+    weights = 0.1 * torch.randn(problem.shape, generator=create_generator(5), dtype=torch.float64)
+    margins = run(problem.compute_margins(weights))
+    settled, moved = problem.optimize_intercept(weights, margins)
+    torch.testing.assert_close(moved, run(problem.compute_margins(settled)))
     assert torch.equal(settled[: problem.products.features], weights[: problem.products.features])
     if objective.fit_intercept:
         before, _, _ = problem.evaluate(weights, margins)
         after, slopes, penalty = problem.evaluate(settled, moved)
         assert after < before
-        gradient = penalty + run(problem.transposed(slopes))
+        gradient = penalty + run(problem.multiply_transposed(slopes))
         assert float(gradient[-1].abs().max()) < 1e-9 * float(slopes.abs().sum())
 
 
 def test_no_penalty() -> None:
     """An infinite C: the least loss where there is one, and a loss of nearly 0 where classes can be told apart."""
-    random = generator(6)
+    random = create_generator(6)
     matrix = torch.randn(300, 5, generator=random, dtype=torch.float64)
     draws = torch.rand(300, 1, generator=random, dtype=torch.float64)
     targets = torch.where(draws < torch.sigmoid(matrix[:, :1] + 0.3), 1.0, -1.0).to(torch.float64)
-    for products in (HeldProducts(matrix), HeldProducts(matrix * 1e3 + 1e6)):
+    for products in (InMemoryProducts(matrix), InMemoryProducts(matrix * 1e3 + 1e6)):
         problem = Problem(products, Logistic(C=float("inf")), targets)
         state = run(solve(LBFGS(), problem, max_iterations=200))
-        assert state.converged
+        assert state.has_converged
         weak = run(solve(LBFGS(), Problem(products, Logistic(C=1e9), targets), max_iterations=200))
         assert state.objective == pytest.approx(weak.objective / 1e9, rel=1e-8)
-    apart = Problem(HeldProducts(matrix), Logistic(C=float("inf")), matrix[:, :1].sign())
+    apart = Problem(InMemoryProducts(matrix), Logistic(C=float("inf")), matrix[:, :1].sign())
     state = run(solve(LBFGS(), apart, max_iterations=200))
-    assert state.converged
+    assert state.has_converged
     assert state.objective < 1e-6
 
 
 @pytest.mark.parametrize("solver", [LBFGS(), GD()], ids=["lbfgs", "gd"])
 def test_samples_that_say_nothing(solver: Solver[Any]) -> None:
     targets = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
-    problem = Problem(HeldProducts(torch.zeros(2, 3, dtype=torch.float64)), Logistic(), targets)
+    problem = Problem(InMemoryProducts(torch.zeros(2, 3, dtype=torch.float64)), Logistic(), targets)
     state = run(solve(solver, problem, max_iterations=10))
     assert state.converged
     assert float(state.weights.abs().max()) < 1e-9
@@ -337,16 +337,16 @@ def test_settings_out_of_range(kind: type[Any], options: dict[str, object], mess
 
 
 def ray_of(objective: Objective, seed: int, *, uphill: bool = False) -> Ray:
-    random = generator(seed)
+    random = create_generator(seed)
     matrix = torch.randn(60, 4, generator=random, dtype=torch.float64)
     targets = torch.where(torch.rand(60, 1, generator=random) < 0.5, 1.0, -1.0).to(torch.float64)
-    problem = Problem(HeldProducts(matrix), objective, targets)
+    problem = Problem(InMemoryProducts(matrix), objective, targets)
     weights = torch.randn(problem.shape, generator=random, dtype=torch.float64)
-    margins = run(problem.margins(weights))
-    _, slopes = objective.loss(margins, targets)
-    gradient = problem.penalty(weights)[1] + run(problem.transposed(slopes))
+    margins = run(problem.compute_margins(weights))
+    _, slopes = objective.compute_loss(margins, targets)
+    gradient = problem.compute_penalty(weights)[1] + run(problem.multiply_transposed(slopes))
     direction = gradient if uphill else -gradient
-    return Ray(problem, weights, margins, direction, run(problem.margins(direction)))
+    return Ray(problem, weights, margins, direction, run(problem.compute_margins(direction)))
 
 
 @given(
@@ -356,22 +356,22 @@ def ray_of(objective: Objective, seed: int, *, uphill: bool = False) -> Ray:
 )
 def test_both_conditions_hold(objective: Objective, seed: int, guess: float) -> None:
     ray = ray_of(objective, seed)
-    start = ray.at(0.0)
+    start = ray.evaluate_at(0.0)
     found = strong_wolfe(ray, start, guess)
     assert found is not None
     assert found.objective <= start.objective + 1e-4 * found.length * start.slope + 1e-10
     assert abs(found.slope) <= 0.1 * abs(start.slope)
-    assert found.objective == pytest.approx(ray.at(found.length).objective, rel=1e-12)
+    assert found.objective == pytest.approx(ray.evaluate_at(found.length).objective, rel=1e-12)
 
 
 @given(seed=st.integers(0, 1000))
 def test_slopes_are_derivatives(seed: int) -> None:
     ray = ray_of(Logistic(), seed)
     step = 1e-6
-    below, above = (ray.at(0.01 + sign * step).objective for sign in (-1, 1))
-    assert ray.at(0.01).slope == pytest.approx((above - below) / (2 * step), rel=1e-3, abs=1e-4)
+    below, above = (ray.evaluate_at(0.01 + sign * step).objective for sign in (-1, 1))
+    assert ray.evaluate_at(0.01).slope == pytest.approx((above - below) / (2 * step), rel=1e-3, abs=1e-4)
 
 
 def test_uphill_nothing_is_found() -> None:
     ray = ray_of(Logistic(), 0, uphill=True)
-    assert strong_wolfe(ray, ray.at(0.0), 1.0) is None
+    assert strong_wolfe(ray, ray.evaluate_at(0.0), 1.0) is None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from farflung.comm import Endpoint, Peer
 from farflung.comm.keys import Keys
-from farflung.comm.wire import Route
+from farflung.comm.wire import RelayRoute
 from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, WaitEnded
 from farflung.types import Payload
 from farflung.wall import WallRuntime
@@ -50,7 +50,7 @@ async def summed(runtime: WallRuntime, turn: int, again: bool) -> tuple[float, b
     for rank in others:
         comm.send(Payload((total.clone(), torch.tensor([again]))), rank, tag(1, turn))
     for rank in others:
-        theirs, wants = (await comm.recv(rank, tag(1, turn))).tensors()
+        theirs, wants = (await comm.recv(rank, tag(1, turn))).iter_tensors()
         total += theirs
         again |= bool(wants)
     return float(total.min() + total.max()), again
@@ -58,11 +58,11 @@ async def summed(runtime: WallRuntime, turn: int, again: bool) -> tuple[float, b
 
 async def founder(runtime: WallRuntime, store: dist.Store) -> dict[str, Any]:
     """Lets two in while it sums, of whom one is wrong, and then hears from the other."""
-    arrived, turn, again, sums = runtime.comm.arrival(), 0, True, set()
+    arrived, turn, again, sums = runtime.comm.wait_for_join(), 0, True, set()
     waits = {WRONG: 20.0, RIGHT: PATIENCE_S}
     greeted = {rank: admitted(runtime, store, rank, join_s=wait) for rank, wait in waits.items()}
     while again:
-        total, again = await summed(runtime, turn, not all(one.done for one in greeted.values()))
+        total, again = await summed(runtime, turn, not all(one.is_done for one in greeted.values()))
         sums.add(total)
         turn += 1
     who, payload = await runtime.comm.recv_any(tag(2))
@@ -71,13 +71,13 @@ async def founder(runtime: WallRuntime, store: dist.Store) -> dict[str, Any]:
         "arrived": arrived.result(),
         "heard": (who, number_in(payload)),
         "ended": {rank: str(one.error) for rank, one in greeted.items()},
-        "lost": runtime.view.lost,
+        "lost": runtime.session.end_error,
     }
 
 
 def as_founder(rank: int, store: dist.Store, **options: Any) -> dict[str, Any]:
     runtime = WallRuntime(
-        rank, SIZE, store, members=FOUNDERS, settings=SETTINGS, join_s=PATIENCE_S, **options
+        rank, SIZE, store, members=FOUNDERS, settings=SETTINGS, connect_timeout_s=PATIENCE_S, **options
     )
     try:
         return runtime.launch(founder(runtime, store)).wait()
@@ -90,10 +90,10 @@ def as_newcomer(rank: int, settings: dict[str, Any], store: dist.Store, **option
         rank,
         SIZE,
         None,
-        come=coming_late(store, FOUNDERS),
+        announce=coming_late(store, FOUNDERS),
         members=[*FOUNDERS, rank],
         settings=settings,
-        join_s=PATIENCE_S,
+        connect_timeout_s=PATIENCE_S,
         **options,
     )
 
@@ -135,10 +135,10 @@ def never_greets(rank: int) -> Peer:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    runtime = WallRuntime(0, 2, None, members=[0], come=lambda me: [me])
+    runtime = WallRuntime(0, 2, None, members=[0], announce=lambda me: [me])
 
     async def lets_in() -> None:
-        await runtime.let_in(never_greets(1), 0.05)
+        await runtime.admit(never_greets(1), 0.05)
 
     with pytest.raises(DeadlinePassed, match=r"rank 1.*its greeting"):
         runtime.launch(lets_in()).wait()
@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 @pytest.fixture(params=["plain", "sealed"])
 def late(request: pytest.FixtureRequest) -> Iterator[Late]:
-    options = {"keys": Keys.fresh()} if request.param == "sealed" else {}
+    options = {"keys": Keys.generate()} if request.param == "sealed" else {}
     with closing(Late(3, **options)) as members:
         members.meet()
         yield members
@@ -158,9 +158,9 @@ def late(request: pytest.FixtureRequest) -> Iterator[Late]:
 
 def test_it_is_told_and_exchanges_with_all(late: Late) -> None:
     late.newcomer()
-    told = [comm.arrival() for comm in late.comms[:-1]]
+    told = [comm.wait_for_join() for comm in late.comms[:-1]]
     late.admit()
-    late.until(lambda: all(one.done for one in told))
+    late.until(lambda: all(one.is_done for one in told))
     assert [one.result() for one in told] == [2, 2]
     late.exchange(1, 0, 2)
     late.exchange(2, 2, 1)
@@ -170,19 +170,19 @@ def test_it_is_told_and_exchanges_with_all(late: Late) -> None:
 def test_it_may_leave_and_come_again_as_another_process(late: Late) -> None:
     late.newcomer()
     late.admit()
-    late.until(lambda: late.views[-1].ready.done)
+    late.until(lambda: late.views[-1].ready.is_done)
     late.exchange(1, 0, 2)
-    gone = [comm.departure() for comm in late.comms[:-1]]
+    gone = [comm.wait_for_leave() for comm in late.comms[:-1]]
     late.leave(2)
-    late.until(lambda: all(one.done for one in gone))
+    late.until(lambda: all(one.is_done for one in gone))
     assert [one.result() for one in gone] == [2, 2]
     assert isinstance(late.comms[0].recv(2, tag(5)).error, PeerLost)
     late.newcomer()
-    told = [comm.arrival() for comm in late.comms[:-1]]
+    told = [comm.wait_for_join() for comm in late.comms[:-1]]
     assert [one.result() for one in told] == [2, 2], "when it came first"
-    told = [comm.arrival() for comm in late.comms[:-1]]
+    told = [comm.wait_for_join() for comm in late.comms[:-1]]
     late.admit()
-    late.until(lambda: all(one.done for one in told))
+    late.until(lambda: all(one.is_done for one in told))
     assert [one.result() for one in told] == [2, 2]
     late.exchange(6, 0, 2)
 
@@ -194,7 +194,7 @@ def test_before_it_is_admitted_nobody_lets_it_in_and_nothing_is_sent_to_it(late:
     sent = late.comms[0].send(numbered(1), 2, tag(1))
     assert isinstance(sent.error, PeerLost)
     assert "its connection is gone" in str(sent.error)
-    assert newcomer.missing() == [0, 1]
+    assert newcomer.list_missing() == [0, 1]
     late.exchange(3, 0, 1)
 
 
@@ -222,26 +222,26 @@ def test_forged_messages_of_a_newcomer_are_refused_and_it_comes_in(late: Late) -
         view.admit(late.peers[-1])
     late.views[-1].connect(late.peers)
     first = late.transports[0]
-    before = first.refused
+    before = first.num_refused
     for _ in range(50):
-        late.raw(2, 0, *forged(Route(1, 0, 0)))
-        late.raw(2, 0, *forged(Route(1, 2, 0)))
-    late.until(lambda: late.views[-1].ready.done and first.refused == before + 100)
+        late.raw(2, 0, *forged(RelayRoute(1, 0, 0)))
+        late.raw(2, 0, *forged(RelayRoute(1, 2, 0)))
+    late.until(lambda: late.views[-1].ready.is_done and first.num_refused == before + 100)
     late.exchange(1, 0, 2)
-    assert late.views[0].lost is None
+    assert late.views[0].end_error is None
 
 
 def test_a_newcomer_whose_message_is_malformed_is_refused_alone(late: Late) -> None:
     late.newcomer()
     admitted = late.views[0].admit(late.peers[-1])
-    late.transports[-1].open([late.peers[0]], late.views[-1])
+    late.transports[-1].connect_peers([late.peers[0]], late.views[-1])
     late.transports[-1].send(0, [bytes(256)])
-    late.until(lambda: admitted.done)
+    late.until(lambda: admitted.is_done)
     assert str(admitted.error) == (
         "lost rank 2: refused 256 bytes from it: not a frame of this protocol and version"
     )
     late.exchange(1, 0, 1)
-    assert late.views[0].lost is None
+    assert late.views[0].end_error is None
 
 
 # --- views that follow each other -------------------------------------------------------------------------------
@@ -254,20 +254,26 @@ def test_messages_of_a_newer_view_wait_for_it_and_those_of_an_older_are_dropped(
         other.send(numbered(1), 0, tag(1))
         members.exchange(9)
         waiting = one.recv(1, tag(2))
-        other.advance(4)
+        other.advance_view(4)
         other.send(numbered(2), 0, tag(3))
         one.send(numbered(3), 1, tag(4))
-        members.until(lambda: bool(members.views[0].mailbox._ahead) and members.views[1].mailbox.dropped == 1)
+        members.until(
+            lambda: (
+                bool(members.views[0].mailbox._future_messages) and members.views[1].mailbox.num_dropped == 1
+            )
+        )
         early = one.recv(1, tag(3))
-        assert not early.done
-        one.advance(4)
+        assert not early.is_done
+        one.advance_view(4)
         assert isinstance(waiting.error, WaitEnded)
         assert isinstance(early.error, WaitEnded)
         assert number_in(one.recv(1, tag(3)).result()) == 2
-        assert members.views[0].mailbox.dropped == 1, "what had come of the older view and nobody had taken"
+        assert members.views[0].mailbox.num_dropped == 1, (
+            "what had come of the older view and nobody had taken"
+        )
         members.exchange(10)
         with pytest.raises(ValueError, match="view 4 is not newer than 4"):
-            one.advance(4)
+            one.advance_view(4)
 
 
 # --- what overtakes ---------------------------------------------------------------------------------------------
@@ -275,7 +281,7 @@ def test_messages_of_a_newer_view_wait_for_it_and_those_of_an_older_are_dropped(
 
 def test_an_urgent_message_arrives_before_the_rest_of_what_was_sent_first() -> None:
     """Nobody reads until all is sent: what the kernel does not take waits here, where it is overtaken."""
-    with closing(Group(2, keys=Keys.fresh())) as members:
+    with closing(Group(2, keys=Keys.generate())) as members:
         one, other = members.meet().comms
         order: list[str] = []
         for number in range(8):
@@ -283,34 +289,36 @@ def test_an_urgent_message_arrives_before_the_rest_of_what_was_sent_first() -> N
         one.send(numbered(1), 1, tag(2), priority=-1)
         late, urgent = [other.recv(0, tag(1, number)) for number in range(8)], other.recv(0, tag(2))
         for wait in late:
-            wait.on_done(lambda _: order.append("bulk"))
-        urgent.on_done(lambda _: order.append("urgent"))
-        assert members.transports[0].held_nbytes > 0
+            wait.add_done_callback(lambda _: order.append("bulk"))
+        urgent.add_done_callback(lambda _: order.append("urgent"))
+        assert members.transports[0].queued_nbytes > 0
         members.until(lambda: len(order) == 9)
         assert order[0] == "urgent"
-        assert members.transports[0].held_nbytes == 0
+        assert members.transports[0].queued_nbytes == 0
 
 
 def test_what_is_withdrawn_does_not_arrive_and_what_follows_does() -> None:
-    with closing(Group(2, about={"whole": False}, keys=Keys.fresh())) as members:
+    with closing(Group(2, about={"whole": False}, keys=Keys.generate())) as members:
         one, other = members.meet().comms
         for number in range(8):
             one.send(Payload((torch.zeros(2_000_000),)), 1, tag(1, number))
-        held = members.transports[0].held_nbytes
-        one.advance(1)
-        assert members.transports[0].held_nbytes < held - 8_000_000
-        other.advance(1)
+        held = members.transports[0].queued_nbytes
+        one.advance_view(1)
+        assert members.transports[0].queued_nbytes < held - 8_000_000
+        other.advance_view(1)
         members.exchange(3)
-        left = [number for number in range(8) if other.recv(0, tag(1, number)).done]
+        left = [number for number in range(8) if other.recv(0, tag(1, number)).is_done]
         assert left == []
-        assert members.transports[1].refused == 0
+        assert members.transports[1].num_refused == 0
 
 
 def test_runtimes_close_side_by_side_with_bulk_under_way() -> None:
     store = dist.HashStore()
     found = in_threads(
         *(
-            partial(WallRuntime, rank, 2, store, endpoint=Endpoint(encrypt=True), join_s=PATIENCE_S)
+            partial(
+                WallRuntime, rank, 2, store, endpoint=Endpoint(encrypt=True), connect_timeout_s=PATIENCE_S
+            )
             for rank in range(2)
         )
     )
@@ -319,7 +327,7 @@ def test_runtimes_close_side_by_side_with_bulk_under_way() -> None:
     async def sends(runtime: WallRuntime) -> float:
         other = 1 - runtime.comm.rank
         runtime.comm.send(Payload((torch.full((3_000_000,), float(runtime.comm.rank)),)), other, tag(1))
-        return float(next(iter((await runtime.comm.recv(other, tag(1))).tensors()))[-1])
+        return float(next(iter((await runtime.comm.recv(other, tag(1))).iter_tensors()))[-1])
 
     results = [runtime.launch(sends(runtime)) for runtime in runtimes]
     parted(runtimes)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from farflung.comm import COLLECTIVES, Coding, ExchangeChannel
-from farflung.comm.collectives.segments import cut, sum_in_order
+from farflung.comm.collectives.segments import cut_segments, sum_in_order
 from farflung.errors import ProtocolError, Unsupported
 from farflung.network import costs
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.sim import LinkModel, VirtualWorld
-from farflung.tasks import Pending, done
+from farflung.tasks import Pending, create_completed
 from farflung.types import Codec, Payload, Runtime, Seeds, Tag, TensorSpec
 from tests.covering import covered, covering
 from tests.helpers import CODEC_ROWS, Cluster, in_virtual_time, same_bits
@@ -27,7 +27,7 @@ from tests.helpers import CODEC_ROWS, Cluster, in_virtual_time, same_bits
 OURS = sorted(COLLECTIVES.keys() - {"native", "auto"})
 SIZES = (1, 2, 3, 4, 7)
 CODECS: dict[str, Codec | None] = {"nothing": None} | {
-    name: row.codec for name, row in CODEC_ROWS.items() if row.codec.per_hop
+    name: row.codec for name, row in CODEC_ROWS.items() if row.codec.can_requantize
 }
 FAR = LinkModel(latency_s=0.05)
 
@@ -48,7 +48,7 @@ class Result:
 
 
 def contribution(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(numel, generator=generator(11, rank), dtype=torch.float64).to(dtype)
+    return torch.randn(numel, generator=create_generator(11, rank), dtype=torch.float64).to(dtype)
 
 
 def side_of(rank: int) -> Tensor:
@@ -64,8 +64,8 @@ def exchange(
     coding = Coding(codec, Seeds(1, 2 + channel.rank), 3) if codec else None
 
     async def run() -> Result:
-        total, sides = await channel.collective(name)(channel, tensor, side, coding=coding)
-        return Result(total, sides, channel.sent.tolist())
+        total, sides = await channel.get_collective(name)(channel, tensor, side, coding=coding)
+        return Result(total, sides, channel.sent_counts.tolist())
 
     return run()
 
@@ -194,7 +194,7 @@ def test_a_shard_cut_in_pieces_sums_the_same(name: str, monkeypatch: pytest.Monk
 def test_the_communicator_counts_what_channels_do(name: str, size: int, codec: str, numel: int) -> None:
     async def counted(runtime: Runtime) -> tuple[Result, dict[str, list[int]]]:
         result = await exchange(runtime, name, contribution(runtime.comm.rank, numel), CODECS[codec])
-        return result, runtime.comm.sent.to_json()
+        return result, runtime.comm.sent_bytes.to_json()
 
     found, _ = in_virtual_time(size, counted, FAR)
     for result, sent in found:
@@ -217,18 +217,18 @@ def test_a_sum_off_the_clock_is_direct_without_messages(size: int, numel: int) -
 
     async def body(runtime: Runtime) -> tuple[Result, dict[str, list[int]]]:
         await runtime.sleep_until(0.5 * runtime.comm.rank)
-        assert runtime.off_clock is not None
+        assert runtime.untimed is not None
         own = contribution(runtime.comm.rank, numel)
-        result = await exchange(runtime.off_clock, "direct", own)
-        return result, runtime.off_clock.comm.sent.to_json()
+        result = await exchange(runtime.untimed, "direct", own)
+        return result, runtime.untimed.comm.sent_bytes.to_json()
 
     found = world.run([body(runtime) for runtime in world.runtimes])
     assert_same([result for result, _ in found], simulated(size, "direct", numel))
     for result, sent in found:
         assert sent == ({"gradients": result.sent} if size > 1 else {})
-    assert world.clock.now() == 0.5 * (size - 1)
-    assert world.off_clock is not None
-    assert not world.off_clock.message_counts
+    assert world.clock.time() == 0.5 * (size - 1)
+    assert world.untimed_network is not None
+    assert not world.untimed_network.message_counts
 
 
 # --- bytes and delays -------------------------------------------------------------------------------------------
@@ -305,11 +305,11 @@ def shuffled(world: VirtualWorld, seed: int) -> None:
     rng, network = random.Random(seed), world.network
 
     def carry(src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Pending[None]:
-        arrives = world.clock.now() + rng.random()
-        world.clock.at(arrives, lambda: network.mailboxes[dst].deliver(src, tag, payload))
-        return done(None)
+        arrives = world.clock.time() + rng.random()
+        world.clock.call_at(arrives, lambda: network.mailboxes[dst].deliver(src, tag, payload))
+        return create_completed(None)
 
-    network.carry = carry  # type: ignore[method-assign]
+    network.send = carry  # type: ignore[method-assign]
 
 
 @each_collective
@@ -379,10 +379,10 @@ def test_another_kind_of_segment_names_its_sender(name: str, odd: str) -> None:
 @pytest.mark.parametrize("numel", [0, 1, 6, 7, 8, 100])
 @pytest.mark.parametrize("parts", [1, 2, 7])
 def test_segments_cover_everything_once_and_evenly(numel: int, parts: int) -> None:
-    segments = cut(numel, parts)
+    segments = cut_segments(numel, parts)
     whole = torch.arange(numel)
-    assert torch.equal(torch.cat([segment.of(whole) for segment in segments]), whole)
+    assert torch.equal(torch.cat([segment.narrow(whole) for segment in segments]), whole)
     lengths = [segment.length for segment in segments]
     assert lengths == sorted(lengths, reverse=True)
     assert max(lengths) - min(lengths) <= 1
-    assert TensorSpec.of(segments[0].of(whole)).numel == lengths[0]
+    assert TensorSpec.from_tensor(segments[0].narrow(whole)).numel == lengths[0]

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from farflung.comm import TcpTransport, entrance
+from farflung.comm import TcpTransport, handshake
 from farflung.comm.keys import Keys
 from farflung.errors import ConfigError
 from tests.crowded import LIMIT, descriptors, hopeless_scenario, late_scenario, resident_nbytes, scenario
@@ -47,7 +47,7 @@ class Knocked:
     def __init__(self, count: int, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock(monkeypatch)
         self.members = stack.enter_context(closing(Group(2)))
-        self.members.comms[0].view.connect(self.members.peers)
+        self.members.comms[0].session.connect(self.members.peers)
         self.transport = self.members.transports[0]
         self.links = [stack.enter_context(knock(self.members.comms[0])) for _ in range(count)]
         self.turn()
@@ -68,26 +68,30 @@ def stack() -> Iterator[ExitStack]:
 def test_only_so_many_strangers_are_accepted_at_once(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = Knocked(entrance.CROWD + 20, stack, monkeypatch)
-    assert len(one.transport.entrance.early) == entrance.CROWD + 1, "and the member that is due"
+    one = Knocked(handshake.MAX_UNAUTHENTICATED + 20, stack, monkeypatch)
+    assert len(one.transport.handshaker.connections) == handshake.MAX_UNAUTHENTICATED + 1, (
+        "and the member that is due"
+    )
     for link in one.links[:5]:
         link.shutdown(socket.SHUT_WR)
     one.turn()
-    assert one.transport.turned_away == 5
-    assert len(one.transport.entrance.early) == entrance.CROWD + 1, "the next are accepted in their place"
+    assert one.transport.num_rejected == 5
+    assert len(one.transport.handshaker.connections) == handshake.MAX_UNAUTHENTICATED + 1, (
+        "the next are accepted in their place"
+    )
 
 
 def test_in_a_crowd_strangers_have_less_time(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = entrance.CROWD // 2 + 1
+    few = handshake.MAX_UNAUTHENTICATED // 2 + 1
     one = Knocked(few + 7, stack, monkeypatch)
-    one.turn(entrance.CROWDED_S - 0.1)
-    assert one.transport.turned_away == 0
+    one.turn(handshake.CROWDED_HANDSHAKE_S - 0.1)
+    assert one.transport.num_rejected == 0
     one.turn(0.2)
-    assert one.transport.turned_away == 7, "those that came when more than half were there"
-    one.turn(entrance.HANDSHAKE_S - entrance.CROWDED_S - 0.2)
-    assert one.transport.turned_away == 7
+    assert one.transport.num_rejected == 7, "those that came when more than half were there"
+    one.turn(handshake.HANDSHAKE_S - handshake.CROWDED_HANDSHAKE_S - 0.2)
+    assert one.transport.num_rejected == 7
     one.turn(0.2)
-    assert one.transport.turned_away == few + 7
+    assert one.transport.num_rejected == few + 7
     one.members.meet().exchange(1)
 
 
@@ -106,9 +110,9 @@ SAID = {"messages at once": b"", "an introduction of zeros": bytes(60), "the beg
 @pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
 @pytest.mark.parametrize("what", SAID)
 def test_endless_frames_of_strangers_are_not_kept(what: str, sealed: bool) -> None:
-    with closing(Group(2, keys=Keys.fresh() if sealed else None)) as members:
+    with closing(Group(2, keys=Keys.generate() if sealed else None)) as members:
         first = members.comms[0]
-        first.view.connect(members.peers)
+        first.session.connect(members.peers)
         before = resident_nbytes()
 
         def send() -> None:
@@ -117,23 +121,23 @@ def test_endless_frames_of_strangers_are_not_kept(what: str, sealed: bool) -> No
                 for _ in range(MANY_NBYTES // len(FRAME)):
                     stranger.sendall(FRAME)
 
-        patiently(send, lambda: first.view.transport.poll(0.005))
+        patiently(send, lambda: first.session.transport.poll(0.005))
         assert resident_nbytes() - before < 50 << 20
-        members.until(lambda: first.view.transport.turned_away == 1)
-        assert first.view.lost is None
+        members.until(lambda: first.session.transport.num_rejected == 1)
+        assert first.session.end_error is None
 
 
 def test_without_descriptors_it_accepts_later() -> None:
     with closing(Group(2)) as members:
         limit, filled = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
         for comm in members.comms:
-            comm.view.connect(members.peers)
+            comm.session.connect(members.peers)
         resource.setrlimit(resource.RLIMIT_NOFILE, (2 * descriptors(), limit[1]))
         try:
             with suppress(OSError):
                 while True:
                     filled.append(os.open(os.devnull, os.O_RDONLY))
-            members.until(lambda: members.transports[0].entrance.rests)
+            members.until(lambda: members.transports[0].handshaker.is_paused)
         finally:
             for one in filled:
                 os.close(one)

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 import pytest
 import torch
 
-from farflung.comm.wire import MOST_HEAD, Kind, WireError, encode, json_of
+from farflung.comm.wire import MAX_INLINE_HEAD_NBYTES, MessageKind, WireError, encode, parse_json
 from farflung.types import Payload, Tag
 from tests.helpers import Group, decode, same_bits, tag
 from tests.strangers import NOISE, knock
@@ -28,13 +28,16 @@ def text(content: bytes) -> Payload:
 
 
 GOOD = [
-    (Kind.DATA, Payload((torch.arange(2000.0), torch.ones(3, dtype=torch.bfloat16)))),
-    (Kind.DATA, Payload((Payload((torch.zeros(0, 5), torch.ones(2, 3, dtype=torch.int64))), torch.ones(())))),
-    (Kind.DATA, Payload((torch.zeros(3 * MOST_HEAD, dtype=torch.uint8),))),
-    (Kind.HELLO, text(b'{"rank": 1, "settings": {"number of replicas": 2}}')),
-    (Kind.WAITING, text(b'{"for": 1, "asks": true}')),
-    (Kind.ABORT, text(b'{"rank": 1, "detail": "gone"}')),
-    (Kind.LEAVE, text(b'{"behind": 0}')),
+    (MessageKind.DATA, Payload((torch.arange(2000.0), torch.ones(3, dtype=torch.bfloat16)))),
+    (
+        MessageKind.DATA,
+        Payload((Payload((torch.zeros(0, 5), torch.ones(2, 3, dtype=torch.int64))), torch.ones(()))),
+    ),
+    (MessageKind.DATA, Payload((torch.zeros(3 * MAX_INLINE_HEAD_NBYTES, dtype=torch.uint8),))),
+    (MessageKind.HELLO, text(b'{"rank": 1, "settings": {"number of replicas": 2}}')),
+    (MessageKind.WAITING, text(b'{"for": 1, "asks": true}')),
+    (MessageKind.ABORT, text(b'{"rank": 1, "detail": "gone"}')),
+    (MessageKind.LEAVE, text(b'{"behind": 0}')),
 ]
 
 
@@ -67,12 +70,12 @@ def verdict(frames: list[bytes]) -> str:
     """What becomes of a message; anything but a refusal by name is an error."""
     try:
         message = decode([bytearray(frame) for frame in frames], max_nbytes=ROOM)
-        if message.kind is not Kind.DATA:
-            json_of(message.payload)
+        if message.kind is not MessageKind.DATA:
+            parse_json(message.payload)
     except WireError:
         return "refused"
     assert message.payload.nbytes <= min(ROOM, sum(map(len, frames)))
-    return "accepted" if message.kind is Kind.DATA else "accepted, and has a say"
+    return "accepted" if message.kind is MessageKind.DATA else "accepted, and has a say"
 
 
 def test_each_is_refused_or_read() -> None:
@@ -97,7 +100,7 @@ def sums(members: Group, between: int) -> list[torch.Tensor]:
         members.comms[1].send(Payload((tensor,)), 0, tag(number))
         arrived = members.comms[0].recv(1, tag(number))
         members.until(lambda arrived=arrived: arrived.done)  # type: ignore[misc]
-        (came,) = arrived.result().tensors()
+        (came,) = arrived.result().iter_tensors()
         total = total + came
         found.append(total)
     return found
@@ -108,11 +111,11 @@ def test_a_run_beside_them_ends_with_the_same_bits() -> None:
     with closing(Group(3, about=apart)) as alone, closing(Group(3, about=apart)) as members:
         expected = sums(alone.meet(), 0)
         found = sums(members.meet(), COUNT // 50)
-        print({"refused": members.comms[0].view.transport.refused})
-        assert alone.comms[0].view.transport.refused == 0
-        assert members.comms[0].view.transport.refused >= 1
-        assert 2 in members.comms[0].view._left, "it is out with the first that is malformed"
-        assert members.comms[0].view.lost is None
+        print({"refused": members.comms[0].session.transport.num_refused})
+        assert alone.comms[0].session.transport.num_refused == 0
+        assert members.comms[0].session.transport.num_refused >= 1
+        assert 2 in members.comms[0].session._left_ranks, "it is out with the first that is malformed"
+        assert members.comms[0].session.end_error is None
     assert all(map(same_bits, found, expected))
 
 
@@ -121,7 +124,7 @@ def test_no_forged_handshake_gets_in() -> None:
     count = 300
     with closing(Group(2)) as members:
         first = members.comms[0]
-        first.view.connect(members.peers)
+        first.session.connect(members.peers)
         for known in range(1, count + 1):
             said = bytearray(draw.choice([*NOISE.values(), bytes(60), draw.randbytes(60)]))
             for _ in range(draw.randint(0, 3)):
@@ -130,7 +133,7 @@ def test_no_forged_handshake_gets_in() -> None:
                 with suppress(OSError):  # cut off already
                     stranger.sendall(said)
                     stranger.shutdown(socket.SHUT_WR)
-                members.until(lambda known=known: first.view.transport.turned_away == known)  # type: ignore[misc]
-        assert first.view.transport.refused == 0
+                members.until(lambda known=known: first.session.transport.num_rejected == known)  # type: ignore[misc]
+        assert first.session.transport.num_refused == 0
         members.meet().exchange(1)
-        assert first.view.lost is None
+        assert first.session.end_error is None

@@ -16,9 +16,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from farflung.comm import Endpoint, TcpTransport, entrance
+from farflung.comm import Endpoint, TcpTransport, handshake
 from farflung.comm import keys as keys_module
-from farflung.comm.keys import Keys, certificate_of
+from farflung.comm.keys import Keys, convert_to_der
 from farflung.comm.wire import VERSION
 from farflung.errors import ConfigError, ProtocolError
 from farflung.wall import WallRuntime
@@ -51,7 +51,7 @@ class Sealed(Group):
 
     def __init__(self, size: int = SIZE, **options: object) -> None:
         super().__init__(0)
-        self.keys = [Keys.fresh() for _ in range(size)]
+        self.keys = [Keys.generate() for _ in range(size)]
         transports = [
             TcpTransport(rank, size, keys=keys, **options)  # type: ignore[arg-type]
             for rank, keys in enumerate(self.keys)
@@ -91,36 +91,39 @@ def work(members: Group) -> None:
 
 def test_a_peer_with_another_key_is_not_that_rank(encrypted: Sealed) -> None:
     one, two = encrypted.comms[:2]
-    one.view.connect(encrypted.peers)
-    two.view.connect([replace(encrypted.peers[0], key=Keys.fresh().public), *encrypted.peers[1:]])
-    assert two.view.greeting_of(0) == "its greeting"
+    one.session.connect(encrypted.peers)
+    two.session.connect([replace(encrypted.peers[0], key=Keys.generate().public), *encrypted.peers[1:]])
+    assert two.session.describe_greeting(0) == "its greeting"
     encrypted.until(
         lambda: (
-            "did not prove to be that rank" in two.view.greeting_of(0) and one.view.transport.turned_away > 0
+            "did not prove to be that rank" in two.session.describe_greeting(0)
+            and one.session.transport.num_rejected > 0
         )
     )
-    assert 0 in two.view.missing()
-    assert 1 in one.view.missing()
-    assert two.view.lost is None
+    assert 0 in two.session.list_missing()
+    assert 1 in one.session.list_missing()
+    assert two.session.end_error is None
 
 
 def test_a_peer_that_is_not_on_the_list_is_told_so(encrypted: Sealed) -> None:
     one, two = encrypted.comms[:2]
-    one.view.connect(
-        [encrypted.peers[0], replace(encrypted.peers[1], key=Keys.fresh().public), encrypted.peers[2]]
+    one.session.connect(
+        [encrypted.peers[0], replace(encrypted.peers[1], key=Keys.generate().public), encrypted.peers[2]]
     )
-    two.view.connect(encrypted.peers)
-    encrypted.until(lambda: two.view.lost is not None and one.view.transport.turned_away == 1)
-    assert isinstance(two.view.lost, ProtocolError)
-    assert str(two.view.lost) == "rank 0 does not accept this replica's key: it was given another list"
-    assert one.view.lost is None
+    two.session.connect(encrypted.peers)
+    encrypted.until(lambda: two.session.end_error is not None and one.session.transport.num_rejected == 1)
+    assert isinstance(two.session.end_error, ProtocolError)
+    assert (
+        str(two.session.end_error) == "rank 0 does not accept this replica's key: it was given another list"
+    )
+    assert one.session.end_error is None
 
 
 def into(members: Group, rank: int, keys: Keys | None) -> socket.socket:
     """A connection to a rank, with TLS where it has that."""
     link = knock(members.comms[rank])
     key = members.peers[rank].key
-    return link if key is None else sealed(link, keys or Keys.fresh(), key)
+    return link if key is None else sealed(link, keys or Keys.generate(), key)
 
 
 Arm = Callable[[Group], bool]
@@ -138,7 +141,7 @@ def _signed_by_a_member(members: Group) -> bool:
     assert isinstance(members, Sealed)
     issuer = serialization.load_pem_private_key(members.keys[1].secret.encode(), None)
     assert isinstance(issuer, ec.EllipticCurvePrivateKey)
-    above = x509.load_der_x509_certificate(certificate_of(members.keys[1].public))
+    above = x509.load_der_x509_certificate(convert_to_der(members.keys[1].public))
     key = ec.generate_private_key(ec.SECP256R1())
     leaf = (
         x509.CertificateBuilder()
@@ -164,7 +167,7 @@ def _signed_by_a_member(members: Group) -> bool:
 
 
 def _self_made(members: Group) -> bool:
-    with may_be_closed(), into(members, 0, Keys.fresh()) as link:
+    with may_be_closed(), into(members, 0, Keys.generate()) as link:
         return introduced(link, members.peers[1], members.peers[0])
     return False
 
@@ -172,32 +175,32 @@ def _self_made(members: Group) -> bool:
 @pytest.mark.parametrize("arm", [_under_anothers_name, _signed_by_a_member, _self_made])
 def test_another_certificate_is_refused(arm: Arm, encrypted: Sealed) -> None:
     first = encrypted.comms[0]
-    first.view.connect(encrypted.peers)
+    first.session.connect(encrypted.peers)
     let_in: list[bool] = []
     patiently(lambda: let_in.append(arm(encrypted)), lambda: work(encrypted))
     assert let_in == [False]
-    encrypted.until(lambda: first.view.transport.turned_away == 1)
+    encrypted.until(lambda: first.session.transport.num_rejected == 1)
     encrypted.meet().exchange(1)
-    assert first.view.lost is None
+    assert first.session.end_error is None
 
 
 def test_a_certificate_that_verifies_has_to_be_the_one_published(
     encrypted: Sealed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same where OpenSSL has nothing against the certificate: it is compared."""
-    contexts = keys_module.tls_context
+    contexts = keys_module.build_tls_context
 
-    def lenient(keys: Keys, accepted: list[str], *, server: bool) -> ssl.SSLContext:
-        context = contexts(keys, accepted, server=server)
-        if server:
+    def lenient(keys: Keys, accepted: list[str], *, is_server: bool) -> ssl.SSLContext:
+        context = contexts(keys, accepted, is_server=is_server)
+        if is_server:
             context.verify_mode = ssl.CERT_OPTIONAL
-            context.load_verify_locations(cadata=certificate_of(stranger.public))
+            context.load_verify_locations(cadata=convert_to_der(stranger.public))
         return context
 
-    stranger = Keys.fresh()
-    monkeypatch.setattr(entrance, "tls_context", lenient)
+    stranger = Keys.generate()
+    monkeypatch.setattr(handshake, "build_tls_context", lenient)
     first = encrypted.comms[0]
-    first.view.connect(encrypted.peers)
+    first.session.connect(encrypted.peers)
     let_in: list[bool] = []
 
     def come() -> None:
@@ -210,7 +213,7 @@ def test_a_certificate_that_verifies_has_to_be_the_one_published(
 
 def test_a_member_cannot_take_the_place_of_a_rank_that_is_connected_to(members: Group) -> None:
     second = members.comms[1]
-    second.view.connect(members.peers)
+    second.session.connect(members.peers)
     keys = members.keys[2] if isinstance(members, Sealed) else None
     let_in: list[bool] = []
 
@@ -221,7 +224,7 @@ def test_a_member_cannot_take_the_place_of_a_rank_that_is_connected_to(members: 
     patiently(come, lambda: work(members))
     assert let_in in ([], [False])
     members.meet().exchange(1)
-    assert second.view.lost is None
+    assert second.session.end_error is None
 
 
 def test_a_rank_that_has_not_greeted_has_no_say(members: Group) -> None:
@@ -235,27 +238,27 @@ def test_a_rank_that_has_not_greeted_has_no_say(members: Group) -> None:
 
     patiently(come, lambda: work(members))
     with closing(links[0]):
-        members.until(lambda: first.view.transport.refused == 1)
+        members.until(lambda: first.session.transport.num_refused == 1)
         links[0].sendall(message(greeting(1)))
-        members.until(lambda: first.view.missing() == [2])
+        members.until(lambda: first.session.list_missing() == [2])
 
 
 def test_no_rank_gets_in_before_the_list_is_known(encrypted: Sealed) -> None:
     late = encrypted.comms[0]
     for comm in encrypted.comms[1:]:
-        comm.view.connect(encrypted.peers)
+        comm.session.connect(encrypted.peers)
     for _ in range(20):
         work(encrypted)
-    assert 0 in encrypted.comms[1].view.missing()
-    late.view.connect(encrypted.peers)
-    encrypted.until(lambda: all(comm.view.ready.done for comm in encrypted.comms))
+    assert 0 in encrypted.comms[1].session.list_missing()
+    late.session.connect(encrypted.peers)
+    encrypted.until(lambda: all(comm.session.ready.is_done for comm in encrypted.comms))
 
 
 def test_a_second_connection_of_a_member_is_refused(members: Group) -> None:
     """Even with all that the member knows: another process that has stolen it does not take its place."""
     group = members.meet()
-    group.transports[0].entrance.due = 1
-    group.transports[0].entrance.mind()
+    group.transports[0].handshaker.num_expected = 1
+    group.transports[0].handshaker.update_accepting()
     for index in (0, 1, 200):
         let_in: list[bool] = []
 
@@ -266,7 +269,7 @@ def test_a_second_connection_of_a_member_is_refused(members: Group) -> None:
         patiently(come, lambda: work(group))
         assert let_in == [False]
     group.exchange(1)
-    assert group.comms[0].view.lost is None
+    assert group.comms[0].session.end_error is None
 
 
 # --- strangers --------------------------------------------------------------------------------------------------
@@ -325,28 +328,28 @@ def test_a_stranger_gets_nothing_in(say: Callable[[socket.socket, Group], None],
             say(link, members)
 
     patiently(come, lambda: work(members))
-    members.until(lambda: first.view.transport.turned_away == 1)
-    assert (first.view.transport.refused, first.view.missing()) == (0, [1, 2])
+    members.until(lambda: first.session.transport.num_rejected == 1)
+    assert (first.session.transport.num_refused, first.session.list_missing()) == (0, [1, 2])
     wanted = first.recv_any(FORGED)
     members.meet().exchange(1)
-    assert first.view.lost is None
-    assert not wanted.done
+    assert first.session.end_error is None
+    assert not wanted.is_done
 
 
 def test_an_introduction_played_again_gets_nothing_in(members: Group) -> None:
     """The nonce of each connection is another one."""
     first, second = members.comms[:2]
-    with closing(Proxy(first.view.transport.me.where)) as proxy:
-        second.view.connect([replace(members.peers[0], address=proxy.address), *members.peers[1:]])
-        members.until(lambda: first.view.missing() == [2] and second.view.missing() == [2])
+    with closing(Proxy(first.session.transport.local_peer.address_text)) as proxy:
+        second.session.connect([replace(members.peers[0], address=proxy.address), *members.peers[1:]])
+        members.until(lambda: first.session.list_missing() == [2] and second.session.list_missing() == [2])
         (recorded,) = map(bytes, proxy.to_target)
         with knock(first) as stranger:
             stranger.sendall(recorded)
             stranger.shutdown(socket.SHUT_WR)
-            members.until(lambda: first.view.transport.turned_away == 1)
+            members.until(lambda: first.session.transport.num_rejected == 1)
             until_closed(stranger)
         members.meet().exchange(1)
-        assert first.view.lost is None
+        assert first.session.end_error is None
 
 
 def test_an_impostor_that_replays_an_acceptor_is_found_out() -> None:
@@ -367,12 +370,12 @@ def test_an_impostor_that_replays_an_acceptor_is_found_out() -> None:
                     told.append(link.recv(1))
 
         second = members.comms[1]
-        second.view.connect([replace(members.peers[0], address=address), members.peers[1]])
-        patiently(answer, lambda: second.view.transport.poll(0.005))
+        second.session.connect([replace(members.peers[0], address=address), members.peers[1]])
+        patiently(answer, lambda: second.session.transport.poll(0.005))
         assert recorded
         assert not any(told)
-        members.until(lambda: "did not prove to be that rank" in second.view.greeting_of(0))
-        assert second.view.missing() == [0]
+        members.until(lambda: "did not prove to be that rank" in second.session.describe_greeting(0))
+        assert second.session.list_missing() == [0]
 
 
 def test_refusals_are_logged_with_their_count_each_time_it_has_doubled(
@@ -383,9 +386,9 @@ def test_refusals_are_logged_with_their_count_each_time_it_has_doubled(
         with knock(first) as stranger:
             stranger.sendall(NOISE["another protocol"])
             stranger.shutdown(socket.SHUT_WR)
-            members.until(lambda known=known: first.view.transport.turned_away == known)  # type: ignore[misc]
+            members.until(lambda known=known: first.session.transport.num_rejected == known)  # type: ignore[misc]
     assert caplog.messages == [
-        f"rank 0 at {first.view.transport.me.address}: refused a connection that is not of this run; 0 messages and "
+        f"rank 0 at {first.session.transport.local_peer.address}: refused a connection that is not of this run; 0 messages and "
         f"{count} connections so far"
         for count in (1, 2, 4)
     ]
@@ -397,10 +400,10 @@ def test_noise_is_cut_off(what: str, members: Group) -> None:
     with knock(first) as stranger:
         stranger.sendall(NOISE[what])
         stranger.shutdown(socket.SHUT_WR)
-        members.until(lambda: first.view.transport.turned_away == 1)
+        members.until(lambda: first.session.transport.num_rejected == 1)
         until_closed(stranger)
     members.meet().exchange(1)
-    assert first.view.lost is None
+    assert first.session.end_error is None
 
 
 def test_a_connection_that_says_nothing_is_cut_off(members: Group, clock: Clock) -> None:
@@ -409,33 +412,33 @@ def test_a_connection_that_says_nothing_is_cut_off(members: Group, clock: Clock)
         links = [stack.enter_context(knock(first)) for _ in range(5)]
         for link in links[::2]:
             link.sendall(CLIENT_HELLO[:5])
-        early = members.transports[0].entrance.early
-        members.until(lambda: sum(link.dialled is None for link in early) == 5)
-        clock.now_s = entrance.HANDSHAKE_S - 0.1
+        early = members.transports[0].handshaker.connections
+        members.until(lambda: sum(link.dialed_rank is None for link in early) == 5)
+        clock.now_s = handshake.HANDSHAKE_S - 0.1
         work(members)
-        assert first.view.transport.turned_away == 0
-        clock.now_s = entrance.HANDSHAKE_S + 0.1
-        members.until(lambda: first.view.transport.turned_away == 5)
+        assert first.session.transport.num_rejected == 0
+        clock.now_s = handshake.HANDSHAKE_S + 0.1
+        members.until(lambda: first.session.transport.num_rejected == 5)
         for link in links:
             until_closed(link)
     members.meet().exchange(1)
 
 
 def test_the_store_cannot_exchange_two_ranks_of_one_machine() -> None:
-    members = Group(3, keys=Keys.fresh())
-    zero, one, two = (comm.view.transport.me for comm in members.comms)
+    members = Group(3, keys=Keys.generate())
+    zero, one, two = (comm.session.transport.local_peer for comm in members.comms)
     with closing(members):
-        members.comms[0].view.connect([zero, one, two])
-        members.comms[1].view.connect([zero, one, two])
-        members.comms[2].view.connect([replace(one, rank=0), replace(zero, rank=1), two])
-        members.until(lambda: members.comms[2].view.transport.refused == 2)
-        assert members.comms[2].view.missing() == [0, 1]
+        members.comms[0].session.connect([zero, one, two])
+        members.comms[1].session.connect([zero, one, two])
+        members.comms[2].session.connect([replace(one, rank=0), replace(zero, rank=1), two])
+        members.until(lambda: members.comms[2].session.transport.num_refused == 2)
+        assert members.comms[2].session.list_missing() == [0, 1]
 
 
 def test_the_store_may_not_name_a_replica_twice(encrypted: Sealed) -> None:
     one, two, three = encrypted.peers
     with pytest.raises(ProtocolError, match="names one replica twice"):
-        encrypted.comms[2].view.connect([one, replace(two, token=one.token), three])
+        encrypted.comms[2].session.connect([one, replace(two, token=one.token), three])
 
 
 # --- what is bound ----------------------------------------------------------------------------------------------
@@ -451,7 +454,7 @@ def test_nothing_leaves_the_machine_without_encryption() -> None:
 @pytest.mark.parametrize("interface", ["0.0.0.0", "::", "*", "localhost"])
 def test_one_address_is_bound(interface: str) -> None:
     with pytest.raises(ConfigError, match="address"):
-        TcpTransport(0, 2, interface=interface, keys=Keys.fresh())
+        TcpTransport(0, 2, interface=interface, keys=Keys.generate())
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
@@ -461,10 +464,10 @@ def test_an_address_of_another_machine_is_refused() -> None:
 
 def test_native_collectives_stay_on_one_machine() -> None:
     with pytest.raises(ConfigError, match="not encrypted"):
-        WallRuntime(0, 2, dist.HashStore(), endpoint=Endpoint(ELSEWHERE), native=True)
+        WallRuntime(0, 2, dist.HashStore(), endpoint=Endpoint(ELSEWHERE), is_native=True)
 
 
 def test_ipv6() -> None:
     with closing(Sealed(2, interface="::1")) as members:
         members.meet().exchange(1)
-        assert members.transports[0].me.where.startswith("tcp://[::1]:")
+        assert members.transports[0].local_peer.address_text.startswith("tcp://[::1]:")

@@ -15,7 +15,7 @@ from tests.in_memory import InMemoryTransport
 async def summed(runtime: WallRuntime) -> torch.Tensor:
     channel = ExchangeChannel(runtime.comm, 1, 0)
     tensor = torch.rand(70_000, generator=torch.Generator().manual_seed(runtime.comm.rank))
-    return (await channel.collective("ring")(channel, tensor, torch.zeros(1, dtype=torch.float64)))[0]
+    return (await channel.get_collective("ring")(channel, tensor, torch.zeros(1, dtype=torch.float64)))[0]
 
 
 def sums(transport: type[Transport]) -> list[torch.Tensor]:

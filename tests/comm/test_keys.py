@@ -16,9 +16,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from farflung.cli.main import main
 from farflung.comm import Peer
-from farflung.comm.interface import interface_address, is_loopback, route_to, tcp
-from farflung.comm.keys import Keys, fingerprint, is_public_key, load_keys, make_keys
-from farflung.comm.peer import VISITOR
+from farflung.comm.interface import (
+    find_interface_address,
+    find_local_address,
+    format_tcp_address,
+    is_loopback,
+)
+from farflung.comm.keys import Keys, compute_fingerprint, is_public_key, load_keys, make_keys
+from farflung.comm.peer import VISITOR_RANK
 from farflung.errors import ConfigError, ProtocolError
 
 
@@ -55,7 +60,7 @@ def test_a_machines_keys_are_made_for_its_owner_alone(
     assert certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
     assert (certificate.not_valid_before_utc.year, certificate.not_valid_after_utc.year) == (1970, 9999)
     keys, said = load_keys(folder), capsys.readouterr().out
-    assert fingerprint(keys.public) in said
+    assert compute_fingerprint(keys.public) in said
     hidden = keys.secret.splitlines()[1]
     assert hidden in secret.decode()
     assert hidden not in said
@@ -117,9 +122,9 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_lists_its_own_key_and_the_others(folder: Path) -> None:
     keys = load_keys(folder)
-    assert keys.listed is not None
-    assert sorted(keys.listed.values()) == ["alpha", "beta"]
-    assert keys.listed[keys.public] == "alpha"
+    assert keys.accepted_names is not None
+    assert sorted(keys.accepted_names.values()) == ["alpha", "beta"]
+    assert keys.accepted_names[keys.public] == "alpha"
     (folder / "alpha.public").unlink()
     assert load_keys(folder) == keys
 
@@ -144,12 +149,12 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "secret is empty": (spoil("alpha.secret", ""), "alpha.secret: damaged"),
     "secret of another": (
         lambda folder: (folder / "alpha.secret").write_text(
-            Keys.fresh().secret.partition("-----BEGIN CERT")[0] + (folder / "alpha.public").read_text()
+            Keys.generate().secret.partition("-----BEGIN CERT")[0] + (folder / "alpha.public").read_text()
         ),
         "alpha.secret: damaged",
     ),
     "secret without its certificate": (
-        spoil("alpha.secret", Keys.fresh().secret.partition("-----BEGIN CERT")[0]),
+        spoil("alpha.secret", Keys.generate().secret.partition("-----BEGIN CERT")[0]),
         "alpha.secret: damaged",
     ),
     "secret of before TLS": (
@@ -180,11 +185,11 @@ def test_an_absent_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a" * 39, "aaaa" * 100, '"' * 40, "é" * 40, "\udc00" * 40, Keys.fresh().public[:-4], 7, None]
+    "text", ["", "a" * 39, "aaaa" * 100, '"' * 40, "é" * 40, "\udc00" * 40, Keys.generate().public[:-4], 7, None]
 )
 def test_what_is_no_public_key(text: object) -> None:
     assert not is_public_key(text)
-    assert is_public_key(Keys.fresh().public)
+    assert is_public_key(Keys.generate().public)
 
 
 @pytest.mark.parametrize("option", ["--keys", "--interface"])
@@ -204,7 +209,7 @@ def test_what_is_for_several_machines_is_refused_on_one(
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5000", "tcp://[fe80::1]:65535"])
-@pytest.mark.parametrize("key", [None, Keys.fresh().public], ids=["open", "encrypted"])
+@pytest.mark.parametrize("key", [None, Keys.generate().public], ids=["open", "encrypted"])
 def test_a_peer_is_published_whole(address: str, key: str | None) -> None:
     peer = Peer(3, address, bytes(16), key, None if key else "node-a")
     assert Peer.from_json(peer.to_json()) == peer
@@ -228,11 +233,11 @@ def test_a_peer_is_published_whole(address: str, key: str | None) -> None:
         {"rank": "first"},
         {"rank": -1},
         {"rank": float("inf")},
-        {"rank": VISITOR},
+        {"rank": VISITOR_RANK},
     ],
 )
 def test_nonsense_is_no_peer(fields: dict[str, object]) -> None:
-    good = json.loads(Peer(3, "tcp://10.0.0.1:5000", bytes(16), Keys.fresh().public).to_json())
+    good = json.loads(Peer(3, "tcp://10.0.0.1:5000", bytes(16), Keys.generate().public).to_json())
     with pytest.raises(ProtocolError, match="where an address was due"):
         Peer.from_json(json.dumps({**good, **fields}))
 
@@ -242,16 +247,16 @@ def test_nonsense_is_no_peer(fields: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
 def test_a_master_on_this_machine_is_reached_by_loopback(host: str) -> None:
-    assert route_to(host) == "127.0.0.1"
+    assert find_local_address(host) == "127.0.0.1"
 
 
 def test_an_interface_is_named_or_an_address() -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    assert interface_address(loopback) == "127.0.0.1"
-    assert interface_address("192.0.2.1") == "192.0.2.1"
-    assert interface_address("2001:DB8::1") == "2001:db8::1"
+    assert find_interface_address(loopback) == "127.0.0.1"
+    assert find_interface_address("192.0.2.1") == "192.0.2.1"
+    assert find_interface_address("2001:DB8::1") == "2001:db8::1"
     with pytest.raises(ConfigError, match=f"--interface nowhere0: .*those are: .*{loopback}"):
-        interface_address("nowhere0")
+        find_interface_address("nowhere0")
 
 
 def test_an_unknown_master_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,12 +267,12 @@ def test_an_unknown_master_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"MASTER_ADDR far\.example: unknown host \(Name or service not known\)"
     ):
-        route_to("far.example")
+        find_local_address("far.example")
 
 
 def test_what_is_loopback() -> None:
     assert is_loopback("127.9.9.9")
     assert is_loopback("::1")
     assert not is_loopback("10.0.0.1")
-    assert tcp("::1") == "tcp://[::1]"
-    assert tcp("10.0.0.1") == "tcp://10.0.0.1"
+    assert format_tcp_address("::1") == "tcp://[::1]"
+    assert format_tcp_address("10.0.0.1") == "tcp://10.0.0.1"

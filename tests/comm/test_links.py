@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from farflung.comm import TcpTransport, tcp
+from farflung.comm.connection import ConnectionState, TcpInfo
 from farflung.comm.keys import Keys
-from farflung.comm.link import Path, State
 from farflung.errors import PeerLost
 from farflung.types import Payload
 from tests.comm.test_records import mutated
@@ -25,7 +25,7 @@ LARGE_NUMEL = 3_000_000
 
 
 def links_of(members: Group, rank: int, peer: int) -> list[int]:
-    return sorted(members.transports[rank]._remotes[peer].links)
+    return sorted(members.transports[rank]._remotes[peer].connections)
 
 
 # --- several connections ----------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def links_of(members: Group, rank: int, peer: int) -> list[int]:
 
 @pytest.fixture(params=[False, True], ids=["plain", "sealed"])
 def several(request: pytest.FixtureRequest) -> Iterator[Group]:
-    keys = Keys.fresh() if request.param else None
+    keys = Keys.generate() if request.param else None
     with closing(Group(3, keys=keys, connections=3)) as members:
         members.meet()
         members.until(
@@ -48,33 +48,33 @@ def test_large_messages_share_all_connections_and_arrive_as_they_are(several: Gr
     arrived = [several.comms[0].recv(1, tag(number)) for number in range(3)]
     for number, tensor in enumerate(sent):
         several.comms[1].send(Payload((tensor, torch.ones(2))), 0, tag(number))
-    several.until(lambda: all(one.done for one in arrived))
+    several.until(lambda: all(one.is_done for one in arrived))
     for tensor, one in zip(sent, arrived, strict=True):
-        came, beside = one.result().tensors()
+        came, beside = one.result().iter_tensors()
         assert same_bits(came, tensor)
         assert same_bits(beside, torch.ones(2))
-    assert [transport.turned_away for transport in several.transports] == [0, 0, 0]
+    assert [transport.num_rejected for transport in several.transports] == [0, 0, 0]
 
 
 def test_a_tensor_arrives_in_the_memory_that_is_named_for_it(several: Group) -> None:
     tensor, room, short = torch.rand(LARGE_NUMEL), torch.zeros(LARGE_NUMEL), torch.zeros(LARGE_NUMEL - 1)
     for number, into in enumerate((room, short, torch.zeros(LARGE_NUMEL, 2)[:, 0])):
-        several.comms[0].land(1, tag(number), into)
+        several.comms[0].post_recv_buffer(1, tag(number), into)
         several.comms[1].send(Payload((tensor, torch.ones(2))), 0, tag(number))
         arrived = several.comms[0].recv(1, tag(number))
         several.until(lambda arrived=arrived: arrived.done)  # type: ignore[misc]
-        came, beside = arrived.result().tensors()
+        came, beside = arrived.result().iter_tensors()
         assert same_bits(came, tensor)
         assert same_bits(beside, torch.ones(2))
         assert (came.data_ptr() == into.data_ptr()) == (into is room)
-    assert not several.comms[0].view.mailbox._places
+    assert not several.comms[0].session.mailbox._recv_buffers
     assert not short.any()
 
 
 def test_one_of_several_that_breaks_loses_the_peer(several: Group) -> None:
     waiting = several.comms[0].recv(1, tag(5))
-    several.transports[1]._remotes[0].links[2].sock.shutdown(socket.SHUT_RDWR)
-    several.until(lambda: waiting.done)
+    several.transports[1]._remotes[0].connections[2].sock.shutdown(socket.SHUT_RDWR)
+    several.until(lambda: waiting.is_done)
     assert isinstance(waiting.error, PeerLost)
     assert waiting.error.rank == 1
 
@@ -83,10 +83,10 @@ def test_all_that_was_sent_before_the_end_of_several_arrives(several: Group) -> 
     waiting = several.comms[0].recv(1, tag(5))
     several.comms[1].send(Payload((torch.full((LARGE_NUMEL,), 7.0),)), 0, tag(5))
     several.comms[1].send(numbered(1), 0, tag(6))
-    several.until(lambda: not several.transports[1].held_nbytes)
+    several.until(lambda: not several.transports[1].queued_nbytes)
     patiently(lambda: several.leave(1), lambda: several.transports[0].poll(0.001))
-    several.until(lambda: 1 in several.views[0]._left)
-    assert float(next(iter(waiting.result().tensors()))[-1]) == 7.0
+    several.until(lambda: 1 in several.views[0]._left_ranks)
+    assert float(next(iter(waiting.result().iter_tensors()))[-1]) == 7.0
     assert number_in(several.comms[0].recv(1, tag(6)).result()) == 1
 
 
@@ -106,28 +106,28 @@ def test_more_are_made_as_long_as_each_doubling_helps(dialler: int, monkeypatch:
         members.meet()
         transport = members.transports[dialler]
         member = transport._remotes[1 - dialler]
-        link = member.links[0]
-        monkeypatch.setattr(link, "path", lambda: Path(0.15, 0.02, "reno", 2e6))
+        link = member.connections[0]
+        monkeypatch.setattr(link, "read_tcp_info", lambda: TcpInfo(0.15, 0.02, "reno", 2e6))
         for _ in range(6):
-            link.busy_s += tcp.WIDEN_S
-            rate = min(2e6 * len(member.links), 9e6)
-            for one in member.links.values():
-                one.busy_nbytes += int(rate * tcp.WIDEN_S / 8 / len(member.links))
-            transport.busy(link)
-            wanted = member.wanted
-            members.until(lambda wanted=wanted: len(member.links) == wanted)  # type: ignore[misc]
-        assert member.settled
-        assert member.wanted == 8
+            link.busy_s += tcp.MEASURE_BUSY_S
+            rate = min(2e6 * len(member.connections), 9e6)
+            for one in member.connections.values():
+                one.busy_nbytes += int(rate * tcp.MEASURE_BUSY_S / 8 / len(member.connections))
+            transport.handle_busy(link)
+            wanted = member.num_wanted
+            members.until(lambda wanted=wanted: len(member.connections) == wanted)  # type: ignore[misc]
+        assert member.has_enough_connections
+        assert member.num_wanted == 8
         members.exchange(1)
 
 
 def test_within_a_machine_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Group(2)) as members:
         members.meet()
-        link = members.transports[0]._remotes[1].links[0]
+        link = members.transports[0]._remotes[1].connections[0]
         link.busy_s, link.busy_nbytes = 100.0, 1 << 30
-        members.transports[0].busy(link)
-        assert members.transports[0]._remotes[1].wanted == 1
+        members.transports[0].handle_busy(link)
+        assert members.transports[0]._remotes[1].num_wanted == 1
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------
@@ -148,13 +148,13 @@ class Watched:
 
 
 def test_the_kernel_takes_the_records_of_a_sealed_piece_at_once() -> None:
-    with closing(Group(2, keys=Keys.fresh())) as members:
+    with closing(Group(2, keys=Keys.generate())) as members:
         members.meet()
-        link = members.transports[0]._remotes[1].links[0]
+        link = members.transports[0]._remotes[1].connections[0]
         link.sock = watched = Watched(link.sock)  # type: ignore[assignment]
         arrived = members.comms[1].recv(0, tag(5))
         members.comms[0].send(Payload((torch.rand(40_000),)), 1, tag(5))
-        members.until(lambda: arrived.done)
+        members.until(lambda: arrived.is_done)
         assert max(watched.handed) > 160_000  # ten records of TLS
 
 
@@ -162,16 +162,16 @@ def test_the_kernel_takes_the_records_of_a_sealed_piece_at_once() -> None:
 def test_a_piece_is_what_the_kernel_has_seen_a_link_carry(
     rate_bps: float, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(Group(2, keys=Keys.fresh())) as members:
+    with closing(Group(2, keys=Keys.generate())) as members:
         members.meet()
-        link = members.transports[0]._remotes[1].links[0]
-        monkeypatch.setattr(link, "path", lambda: Path(0.15, 0.0, "bbr", rate_bps))
+        link = members.transports[0]._remotes[1].connections[0]
+        monkeypatch.setattr(link, "read_tcp_info", lambda: TcpInfo(0.15, 0.0, "bbr", rate_bps))
         monkeypatch.setattr(link, "_adapt", lambda: None)
-        link._adapts, link._piece = True, 1 << 14
+        link._is_adaptive, link._piece_nbytes = True, 1 << 14
         arrived = members.comms[1].recv(0, tag(5))
         members.comms[0].send(Payload((torch.rand(LARGE_NUMEL),)), 1, tag(5))
-        members.until(lambda: arrived.done)
-        assert link._piece == piece
+        members.until(lambda: arrived.is_done)
+        assert link._piece_nbytes == piece
 
 
 def test_the_rate_is_read_where_the_kernel_has_it() -> None:
@@ -180,8 +180,8 @@ def test_the_rate_is_read_where_the_kernel_has_it() -> None:
         members.meet()
         arrived = members.comms[1].recv(0, tag(5))
         members.comms[0].send(Payload((torch.rand(LARGE_NUMEL),)), 1, tag(5))
-        members.until(lambda: arrived.done)
-        path = members.transports[0]._remotes[1].links[0].path()
+        members.until(lambda: arrived.is_done)
+        path = members.transports[0]._remotes[1].connections[0].read_tcp_info()
         if path is None:
             pytest.skip("only Linux tells")
         assert 1e6 < path.rate_bps < 1e13
@@ -211,9 +211,9 @@ def test_what_was_said_before_the_end_arrives_however_the_ends_meet() -> None:
             last = other.recv(0, tag(9))
             one.send(numbered(number), 1, tag(9))
             patiently(lambda: members.leave(0), lambda: members.transports[1].poll(0.001))
-            members.until(lambda: 0 in members.views[1]._left)
+            members.until(lambda: 0 in members.views[1]._left_ranks)
             assert number_in(last.result()) == number
-            assert members.views[1].lost is None
+            assert members.views[1].end_error is None
 
 
 @pytest.mark.slow
@@ -234,7 +234,7 @@ def test_a_child_closes_what_it_has_inherited() -> None:
             os.read(reads, 1)
             os._exit(0)
         members.close(members.views[1])
-        members.until(lambda: waiting.done)
+        members.until(lambda: waiting.is_done)
         assert str(waiting.error) == "lost rank 1: its connection was closed from its end"
     os.close(writes)
     os.close(reads)
@@ -244,13 +244,13 @@ def test_a_child_closes_what_it_has_inherited() -> None:
 def test_settled_is_what_the_other_kernel_has() -> None:
     with closing(Group(2)) as members:
         members.meet()
-        link = members.transports[0]._remotes[1].links[0]
+        link = members.transports[0]._remotes[1].connections[0]
         members.comms[0].send(Payload((torch.zeros(20_000_000),)), 1, tag(1))
-        assert link.unsettled_nbytes()
+        assert link.count_unacked_nbytes()
         arrived = members.comms[1].recv(0, tag(1))
-        members.until(lambda: arrived.done)
-        members.until(lambda: not link.unsettled_nbytes())
-        assert link.state is State.MEMBER
+        members.until(lambda: arrived.is_done)
+        members.until(lambda: not link.count_unacked_nbytes())
+        assert link.state is ConnectionState.AUTHENTICATED
 
 
 # --- damaged records --------------------------------------------------------------------------------------------
@@ -262,18 +262,18 @@ def sums(members: Group, between: int, seed: int) -> list[torch.Tensor]:
     transport = members.transports[0]
     for number in range(50):
         for _ in range(between):
-            transport.entrance.due = 1  # as if a member were to come
-            transport.entrance.mind()
+            transport.handshaker.num_expected = 1  # as if a member were to come
+            transport.handshaker.update_accepting()
             said = [mutated(draw), bytes(HELLO.size) + mutated(draw), CLIENT_HELLO + mutated(draw)]
             with knock(members.comms[0]) as stranger, suppress(OSError):
                 stranger.sendall(draw.choice(said)[: 1 << 16])
             transport.poll(0)
-        transport.expects(0)
+        transport.set_expected(0)
         tensor = torch.rand(5000, generator=torch.Generator().manual_seed(number))
         members.comms[1].send(Payload((tensor,)), 0, tag(number))
         arrived = members.comms[0].recv(1, tag(number))
         members.until(lambda arrived=arrived: arrived.done)  # type: ignore[misc]
-        (came,) = arrived.result().tensors()
+        (came,) = arrived.result().iter_tensors()
         total = total + came
         found.append(total)
     return found
@@ -284,14 +284,14 @@ def sums(members: Group, between: int, seed: int) -> list[torch.Tensor]:
 def test_strangers_with_damaged_records_are_refused_and_a_run_ends_with_the_same_bits(
     sealed: bool, count: int
 ) -> None:
-    keys = Keys.fresh() if sealed else None
+    keys = Keys.generate() if sealed else None
     with closing(Group(2)) as alone, closing(Group(2, keys=keys)) as members:
         expected = sums(alone.meet(), 0, 1)
         found = sums(members.meet(), count // 50, 1)
-        members.transports[0].expects(1)
-        members.until(lambda: members.transports[0].turned_away == count)
-        assert members.transports[0].refused == 0
-        assert members.views[0].lost is None
+        members.transports[0].set_expected(1)
+        members.until(lambda: members.transports[0].num_rejected == count)
+        assert members.transports[0].num_refused == 0
+        assert members.views[0].end_error is None
     assert all(map(same_bits, found, expected))
 
 
@@ -300,18 +300,18 @@ def test_strangers_with_damaged_records_are_refused_and_a_run_ends_with_the_same
 def test_a_damaged_record_of_a_member_ends_it_by_name_at_once(sealed: bool, whole: bool) -> None:
     draw = random.Random(5)
     for _ in range(20):
-        with closing(Group(3, keys=Keys.fresh() if sealed else None, about={"whole": whole})) as members:
+        with closing(Group(3, keys=Keys.generate() if sealed else None, about={"whole": whole})) as members:
             members.meet()
             waiting = members.comms[0].recv(1, tag(5))
-            link = members.transports[1]._remotes[0].links[0]
-            link._put(b"\xff" * 8 + draw.randbytes(100))
+            link = members.transports[1]._remotes[0].connections[0]
+            link._append_unsent(b"\xff" * 8 + draw.randbytes(100))
             link._write()
-            members.until(lambda: waiting.done)  # noqa: B023
+            members.until(lambda: waiting.is_done)  # noqa: B023
             assert isinstance(waiting.error, PeerLost)
             assert str(waiting.error).startswith(
                 "lost rank 1: refused 4,294,967,295 bytes from it: not a record"
             )
-            assert members.transports[0].refused == 1
-            assert (members.views[0].lost is None) is not whole
+            assert members.transports[0].num_refused == 1
+            assert (members.views[0].end_error is None) is not whole
             if not whole:
                 members.exchange(7, 0, 2)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.comm import Mailbox, Purpose
-from farflung.comm.mailbox import Cancelled
+from farflung.comm.mailbox import IntervalSet
 from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, RunLost, WaitEnded
 from farflung.tasks import Pending
 from farflung.types import Payload, Tag, TensorSpec
@@ -20,11 +20,11 @@ from tests.helpers import number_in, numbered, tag
 
 
 def received(pending: Pending[Payload]) -> float | None:
-    return number_in(pending.result()) if pending.done else None
+    return number_in(pending.result()) if pending.is_done else None
 
 
 def anybodys(pending: Pending[tuple[int, Payload]]) -> tuple[int, float] | None:
-    if not pending.done:
+    if not pending.is_done:
         return None
     src, payload = pending.result()
     return src, number_in(payload)
@@ -36,26 +36,26 @@ def anybodys(pending: Pending[tuple[int, Payload]]) -> tuple[int, float] | None:
 @pytest.mark.parametrize("end", ["delivered", "forgotten", "a newer view", "the end"])
 def test_memory_is_named_until_its_message_has_come_or_will_not(end: str) -> None:
     mailbox, into = Mailbox(), torch.zeros(5)
-    mailbox.land(1, tag(2), into)
-    place = mailbox.place(1, tag(2), 0, 20)
+    mailbox.post_recv_buffer(1, tag(2), into)
+    place = mailbox.find_recv_buffer(1, tag(2), 0, 20)
     assert place is not None
     assert place.data_ptr() == into.data_ptr()
     assert (
-        mailbox.place(1, tag(2), 0, 16)
-        is mailbox.place(1, tag(2), 1, 20)
-        is mailbox.place(2, tag(2), 0, 20)
+        mailbox.find_recv_buffer(1, tag(2), 0, 16)
+        is mailbox.find_recv_buffer(1, tag(2), 1, 20)
+        is mailbox.find_recv_buffer(2, tag(2), 0, 20)
         is None
     )
     if end == "delivered":
         mailbox.deliver(1, tag(2), numbered(3))
     elif end == "forgotten":
-        mailbox.forget(tag(2).exchange)
+        mailbox.cancel_exchange(tag(2).exchange)
     elif end == "a newer view":
-        mailbox.advance(1)
+        mailbox.advance_view(1)
     else:
         mailbox.end(RunLost("it has ended"))
-        mailbox.land(1, tag(2), into)
-    assert mailbox.place(1, tag(2), mailbox.view, 20) is None
+        mailbox.post_recv_buffer(1, tag(2), into)
+    assert mailbox.find_recv_buffer(1, tag(2), mailbox.view, 20) is None
 
 
 # --- matching ---------------------------------------------------------------------------------------------------
@@ -70,13 +70,13 @@ def test_a_message_meets_its_wait(wait_first: bool, deadline_s: float | None) ->
             mailbox.deliver(src, tag(), numbered(1))
         one = None if anybody else mailbox.recv(src, tag(), None, 0.0, deadline_s)
         first = mailbox.recv_any(tag(), None, 0.0, deadline_s) if anybody else None
-        assert mailbox.any_wait() is not None or not wait_first
+        assert mailbox.get_any_wait() is not None or not wait_first
         if wait_first:
             mailbox.deliver(src, tag(), numbered(1))
         assert one is None or received(one) == 1
         assert first is None or anybodys(first) == (4, 1)
-        assert mailbox.any_wait() is None
-        assert mailbox.next_due() is None
+        assert mailbox.get_any_wait() is None
+        assert mailbox.get_next_deadline() is None
 
 
 @pytest.mark.parametrize("other", [tag(2), tag(1, 1), tag(1, 0, 1)])
@@ -84,8 +84,8 @@ def test_another_tag_is_another_message(other: Tag) -> None:
     mailbox = Mailbox()
     early, any_early = mailbox.recv(0, tag(), None, 0.0), mailbox.recv_any(tag(), None, 0.0)
     mailbox.deliver(0, other, numbered(9))
-    assert not early.done
-    assert not any_early.done
+    assert not early.is_done
+    assert not any_early.is_done
     assert received(mailbox.recv(0, other, None, 0.0)) == 9
 
 
@@ -94,27 +94,27 @@ def test_a_wait_for_one_goes_before_a_wait_for_anybody() -> None:
     anybody, one = mailbox.recv_any(tag(), None, 0.0), mailbox.recv(1, tag(), None, 0.0)
     mailbox.deliver(1, tag(), numbered(1))
     assert received(one) == 1
-    assert not anybody.done
+    assert not anybody.is_done
     mailbox.deliver(1, tag(), numbered(2))
     assert anybodys(anybody) == (1, 2)
 
 
 def test_of_each_sender_so_much_is_kept_and_one_message_always() -> None:
-    mailbox = Mailbox(kept_nbytes=3000)
+    mailbox = Mailbox(max_unreceived_nbytes=3000)
     for src in (1, 2):
         for value in range(4):
             mailbox.deliver(src, tag(value), numbered(value))
-    assert mailbox.dropped == 4, "each is counted with 1024 bytes more than it has"
-    assert mailbox.kept_nbytes == 4 * 1028
+    assert mailbox.num_dropped == 4, "each is counted with 1024 bytes more than it has"
+    assert mailbox.unreceived_nbytes == 4 * 1028
     assert received(mailbox.recv(1, tag(0), None, 0.0)) == 0
     mailbox.deliver(1, tag(4), numbered(4))
     assert received(mailbox.recv(1, tag(4), None, 0.0)) == 4
-    mailbox.forget(tag(1).exchange)
-    assert mailbox.kept_nbytes == 1028
-    mailbox.advance(1)
-    assert mailbox.kept_nbytes == 0
+    mailbox.cancel_exchange(tag(1).exchange)
+    assert mailbox.unreceived_nbytes == 1028
+    mailbox.advance_view(1)
+    assert mailbox.unreceived_nbytes == 0
     mailbox.deliver(3, tag(5), Payload((torch.zeros(10_000),)), view=1)
-    assert mailbox.recv(3, tag(5), None, 0.0).done
+    assert mailbox.recv(3, tag(5), None, 0.0).is_done
 
 
 def test_two_waits_for_the_same_message_are_a_mistake() -> None:
@@ -136,7 +136,7 @@ def test_each_message_meets_one_wait_in_order_whatever_comes_first(
         if is_send:
             sent[key].append(number)
             mailbox.deliver(src, tag(exchange), numbered(number))
-        elif all(pending.done for pending in waits[key]):
+        elif all(pending.is_done for pending in waits[key]):
             waits[key].append(mailbox.recv(src, tag(exchange), None, 0.0))
     for key, pendings in waits.items():
         got = [received(pending) for pending in pendings]
@@ -150,7 +150,7 @@ def test_waits_for_anybody_take_messages_in_order_of_arrival(events: list[str]) 
     waits: deque[Pending[tuple[int, Payload]]] = deque()
     for number, event in enumerate(events):
         if event == "wait":
-            if not waits or waits[-1].done:
+            if not waits or waits[-1].is_done:
                 waits.append(mailbox.recv_any(tag(), None, 0.0))
         else:
             sent.append((int(event[-1]), number))
@@ -182,7 +182,7 @@ def test_only_what_is_expected_is_handed_over(expect: tuple[TensorSpec, ...], wa
     pending = mailbox.recv(5, tag(7), expect, 0.0)
     if wait_first:
         mailbox.deliver(5, tag(7), PAIR)
-    if expect == tuple(map(TensorSpec.of, PAIR.tensors())):
+    if expect == tuple(map(TensorSpec.from_tensor, PAIR.iter_tensors())):
         assert pending.result() is PAIR
     else:
         with pytest.raises(
@@ -215,40 +215,44 @@ def test_nothing_is_described_as_such() -> None:
 
 def test_the_oldest_wait_is_the_one_that_began_first() -> None:
     mailbox = Mailbox()
-    assert mailbox.oldest() is None
+    assert mailbox.get_oldest_wait() is None
     mailbox.recv(4, tag(12, 3, 1), None, 10.0)
     mailbox.recv(1, tag(12, 3, 2), None, 11.0)
-    oldest = mailbox.oldest()
+    oldest = mailbox.get_oldest_wait()
     assert oldest is not None
-    assert (oldest.src, oldest.since, oldest.what) == (4, 10.0, "the exchange at step 12, part 3, hop 1")
+    assert (oldest.src, oldest.start_s, oldest.description) == (
+        4,
+        10.0,
+        "the exchange at step 12, part 3, hop 1",
+    )
     mailbox.deliver(4, tag(12, 3, 1), numbered(0))
-    oldest = mailbox.oldest()
+    oldest = mailbox.get_oldest_wait()
     assert oldest is not None
-    assert (oldest.src, oldest.since) == (1, 11.0)
+    assert (oldest.src, oldest.start_s) == (1, 11.0)
     mailbox.deliver(1, tag(12, 3, 2), numbered(0))
-    assert mailbox.oldest() is None
+    assert mailbox.get_oldest_wait() is None
 
 
 def test_a_wait_with_a_deadline_of_its_own_ends_alone() -> None:
     mailbox = Mailbox()
     plain, soon = mailbox.recv(1, tag(1), None, 0.0), mailbox.recv(1, tag(2), None, 1.0, 2.0)
     late, ever = mailbox.recv_any(tag(3), None, 1.0, 4.0), mailbox.recv_any(tag(4), None, 1.0, math.inf)
-    oldest = mailbox.oldest()
+    oldest = mailbox.get_oldest_wait()
     assert oldest is not None
     assert oldest.tag == tag(1), "the others do not count against the run's"
-    assert mailbox.next_due() == 3.0
+    assert mailbox.get_next_deadline() == 3.0
     mailbox.fail_due(2.9)
-    assert not soon.done
+    assert not soon.is_done
     mailbox.fail_due(3.0)
     with pytest.raises(DeadlinePassed, match=r"^lost rank 1: waited 2\.0 s for the exchange at step 2"):
         soon.result()
-    assert mailbox.next_due() == 5.0
+    assert mailbox.get_next_deadline() == 5.0
     mailbox.fail_due(1e9)
     with pytest.raises(DeadlinePassed, match="lost any rank"):
         late.result()
-    assert not plain.done
-    assert not ever.done
-    assert mailbox.next_due() is None
+    assert not plain.is_done
+    assert not ever.is_done
+    assert mailbox.get_next_deadline() is None
     again = mailbox.recv(1, tag(2), None, 9.0)
     mailbox.deliver(1, tag(2), numbered(4))
     assert received(again) == 4, "it may be waited for anew"
@@ -266,13 +270,13 @@ def test_a_forgotten_exchange_ends_its_waits_and_drops_what_comes() -> None:
     ]
     other = mailbox.recv(1, tag(6), None, 0.0)
     mailbox.deliver(3, tag(5, 2), numbered(0))
-    mailbox.forget(5)
+    mailbox.cancel_exchange(5)
     for pending in waits:
         with pytest.raises(WaitEnded, match=r"the exchange at step 5, .* was given up"):
             pending.result()
-    assert mailbox.dropped == 1
+    assert mailbox.num_dropped == 1
     mailbox.deliver(1, tag(5), numbered(0))
-    assert mailbox.dropped == 2
+    assert mailbox.num_dropped == 2
     assert isinstance(mailbox.recv(1, tag(5), None, 0.0).error, WaitEnded)
     mailbox.deliver(1, tag(6), numbered(7))
     assert received(other) == 7
@@ -280,7 +284,7 @@ def test_a_forgotten_exchange_ends_its_waits_and_drops_what_comes() -> None:
 
 @given(st.lists(st.integers(0, 30), max_size=60))
 def test_what_is_forgotten_is_kept_as_runs(numbers: list[int]) -> None:
-    forgotten = Cancelled()
+    forgotten = IntervalSet()
     for number in numbers:
         forgotten.add(number)
     assert [number for number in range(32) if number in forgotten] == sorted(set(numbers))
@@ -297,15 +301,15 @@ def test_the_end_fails_every_wait_now_and_later() -> None:
     waits += [
         mailbox.recv_any(tag(), None, 0.0),
         mailbox.recv(2, tag(), None, 0.0, 1.0),
-        mailbox.departures.next(),
+        mailbox.departures.get(),
     ]
     first = RunLost("over")
     mailbox.end(first)
     mailbox.end(RunLost("over again"))
-    waits += [mailbox.recv(0, tag(9), None, 0.0), mailbox.departures.next()]
+    waits += [mailbox.recv(0, tag(9), None, 0.0), mailbox.departures.get()]
     for pending in waits:
         assert pending.error is first
-    assert mailbox.oldest() is None
+    assert mailbox.get_oldest_wait() is None
 
 
 def test_what_arrived_before_the_end_can_still_be_received() -> None:
@@ -323,8 +327,8 @@ def test_one_sender_fails_alone() -> None:
     error = PeerLost(1, "it had left the run")
     mailbox.fail_from(1, error)
     assert [pending.error for pending in lost] == [error, error]
-    assert not kept.done
-    assert not anybody.done
+    assert not kept.is_done
+    assert not anybody.is_done
     mailbox.deliver(2, tag(1), numbered(1))
     mailbox.deliver(0, tag(2), numbered(2))
     assert received(kept) == 1
@@ -333,28 +337,28 @@ def test_one_sender_fails_alone() -> None:
 
 def test_who_is_gone_is_told_once_each() -> None:
     mailbox = Mailbox()
-    first = mailbox.departures.next()
+    first = mailbox.departures.get()
     for rank in (4, 2, 4):
         mailbox.fail_from(rank, PeerLost(rank, "gone"))
-    assert [first.result(), mailbox.departures.next().result()] == [4, 2]
-    waiting = mailbox.departures.next()
-    assert not waiting.done
+    assert [first.result(), mailbox.departures.get().result()] == [4, 2]
+    waiting = mailbox.departures.get()
+    assert not waiting.is_done
     with pytest.raises(RuntimeError, match="two waits for a departure"):
-        mailbox.departures.next()
+        mailbox.departures.get()
 
 
 def test_who_comes_again_is_waited_for_again() -> None:
     mailbox = Mailbox()
-    mailbox.welcome(3)
+    mailbox.admit_sender(3)
     mailbox.fail_from(1, PeerLost(1, "gone"))
-    mailbox.welcome(1)
+    mailbox.admit_sender(1)
     waiting = mailbox.recv(1, tag(), None, 0.0)
-    assert [mailbox.arrivals.next().result() for _ in range(2)] == [3, 1]
-    assert not waiting.done
+    assert [mailbox.arrivals.get().result() for _ in range(2)] == [3, 1]
+    assert not waiting.is_done
     mailbox.deliver(1, tag(), numbered(4))
     assert received(waiting) == 4
     mailbox.fail_from(1, PeerLost(1, "gone again"))
-    assert [mailbox.departures.next().result() for _ in range(2)] == [1, 1]
+    assert [mailbox.departures.get().result() for _ in range(2)] == [1, 1]
 
 
 def test_what_a_sender_sent_before_it_failed_can_still_be_received() -> None:
@@ -368,27 +372,27 @@ def test_what_a_sender_sent_before_it_failed_can_still_be_received() -> None:
 
 def test_messages_about_views_outlive_a_view() -> None:
     """Those of any view are taken at once, and neither they nor a wait for them end with a view."""
-    mailbox, about = Mailbox(), Tag(Purpose.VIEWS.at(0))
+    mailbox, about = Mailbox(), Tag(Purpose.VIEWS.build_exchange_id(0))
     kept, waited = numbered(1.0), numbered(2.0)
     mailbox.deliver(1, about, kept, 7)
-    mailbox.advance(2)
+    mailbox.advance_view(2)
     assert mailbox.recv_any(about, None, 0.0, math.inf).result() == (1, kept)
     wait = mailbox.recv_any(about, None, 0.0, math.inf)
-    mailbox.advance(3)
-    assert not wait.done
+    mailbox.advance_view(3)
+    assert not wait.is_done
     mailbox.deliver(0, about, waited, 1)
     assert wait.result() == (0, waited)
-    assert mailbox.kept_nbytes == 0
+    assert mailbox.unreceived_nbytes == 0
 
 
 def test_a_message_of_an_older_view_is_dropped_whether_or_not_it_is_waited_for() -> None:
     mailbox = Mailbox()
-    mailbox.advance(2)
+    mailbox.advance_view(2)
     wait = mailbox.recv(1, tag(2), None, 0.0)
     for payload in (numbered(1.0), numbered(2.0)):
         mailbox.deliver(1, tag(2), payload, 1)
-    assert not wait.done
-    assert mailbox.dropped == 2
-    assert mailbox.kept_nbytes == 0
+    assert not wait.is_done
+    assert mailbox.num_dropped == 2
+    assert mailbox.unreceived_nbytes == 0
     mailbox.deliver(1, tag(2), numbered(3.0), 2)
     assert received(wait) == 3

@@ -12,7 +12,7 @@ import torch
 
 from farflung.comm import wire
 from farflung.comm.keys import Keys
-from farflung.comm.wire import Kind, encode
+from farflung.comm.wire import MessageKind, encode
 from farflung.errors import PeerLost, ProtocolError
 from farflung.types import Payload
 from tests.helpers import Group, tag
@@ -38,11 +38,13 @@ def group(groups: list[Group]) -> Callable[..., Group]:
 # --- refused and counted ----------------------------------------------------------------------------------------
 
 
-CONTROL = (Kind.HELLO, Kind.LEAVE, Kind.ABORT)
-GOOD = [bytes(frame) for frame in encode(Kind.DATA, 0, tag(9), Payload((torch.ones(2000), torch.ones(3))))]
+CONTROL = (MessageKind.HELLO, MessageKind.LEAVE, MessageKind.ABORT)
+GOOD = [
+    bytes(frame) for frame in encode(MessageKind.DATA, 0, tag(9), Payload((torch.ones(2000), torch.ones(3))))
+]
 
 
-def control(kind: Kind, *tensors: torch.Tensor) -> list[bytes]:
+def control(kind: MessageKind, *tensors: torch.Tensor) -> list[bytes]:
     return [bytes(frame) for frame in encode(kind, 0, tag(0), Payload(tensors))]
 
 
@@ -78,11 +80,11 @@ def test_nonsense_from_a_member_is_refused(what: str, group: Callable[..., Group
     receiver = members.comms[0]
     waiting = receiver.recv(1, tag(5))
     members.raw(1, 0, *NONSENSE[what])
-    members.until(lambda: waiting.done)
-    assert receiver.view.transport.refused == 1
+    members.until(lambda: waiting.is_done)
+    assert receiver.session.transport.num_refused == 1
     assert isinstance(waiting.error, PeerLost)
     assert str(waiting.error).startswith("lost rank 1: refused ")
-    assert receiver.view.lost is waiting.error
+    assert receiver.session.end_error is waiting.error
 
 
 @pytest.mark.parametrize("sizes", [(2501,), (1250, 1251)])
@@ -93,16 +95,16 @@ def test_a_payload_larger_than_any_of_the_run_is_refused(
     sender, receiver = members.comms[1], members.comms[0]
     waiting = receiver.recv(1, tag(1))
     sender.send(Payload((torch.zeros(2500),)), 0, tag(1))
-    members.until(lambda: waiting.done)
+    members.until(lambda: waiting.is_done)
     assert waiting.result().nbytes == 10_000
     waiting = receiver.recv(1, tag(2))
     sender.send(Payload(tuple(map(torch.zeros, sizes))), 0, tag(2))
-    members.until(lambda: waiting.done)
-    assert receiver.view.transport.refused == 1
+    members.until(lambda: waiting.is_done)
+    assert receiver.session.transport.num_refused == 1
     assert isinstance(waiting.error, PeerLost)
 
 
-@pytest.mark.parametrize("keys", [None, Keys.fresh()], ids=["plain", "sealed"])
+@pytest.mark.parametrize("keys", [None, Keys.generate()], ids=["plain", "sealed"])
 def test_received_tensors_are_aligned(keys: Keys | None, group: Callable[..., Group]) -> None:
     members = group(keys=keys).meet()
     sizes = (1, 3, 100, 5000, 200_001, 3_000_000)
@@ -112,13 +114,13 @@ def test_received_tensors_are_aligned(keys: Keys | None, group: Callable[..., Gr
             torch.ones(numel, dtype=dtype) for numel in sizes for dtype in (torch.int8, torch.float64)
         )
         members.comms[1].send(Payload(tensors[number:]), 0, tag(number))
-    members.until(lambda: all(one.done for one in arrived))
-    assert {tensor.data_ptr() % 64 for one in arrived for tensor in one.result().tensors()} == {0}
+    members.until(lambda: all(one.is_done for one in arrived))
+    assert {tensor.data_ptr() % 64 for one in arrived for tensor in one.result().iter_tensors()} == {0}
 
 
 def test_only_loopback_is_bound(group: Callable[..., Group]) -> None:
     comm = group().comms[0]
-    host, _, port = comm.view.transport.me.where.removeprefix("tcp://").partition(":")
+    host, _, port = comm.session.transport.local_peer.address_text.removeprefix("tcp://").partition(":")
     assert host == "127.0.0.1"
     with socket.create_connection((host, int(port))):
         pass
@@ -129,14 +131,16 @@ def test_only_loopback_is_bound(group: Callable[..., Group]) -> None:
 
 def test_a_probe_of_the_port_before_the_start_is_not_taken_for_a_member(group: Callable[..., Group]) -> None:
     members = group()
-    members.comms[0].view.connect(members.peers)
-    host, _, port = members.comms[0].view.transport.me.where.removeprefix("tcp://").partition(":")
+    members.comms[0].session.connect(members.peers)
+    host, _, port = (
+        members.comms[0].session.transport.local_peer.address_text.removeprefix("tcp://").partition(":")
+    )
     with socket.create_connection((host, int(port))) as probe:
-        members.until(lambda: bool(members.transports[0].entrance.early))
+        members.until(lambda: bool(members.transports[0].handshaker.connections))
         assert probe.recv(1)
     members.meet()
     members.exchange(2)
-    assert members.comms[0].view.lost is None
+    assert members.comms[0].session.end_error is None
 
 
 # --- settings ---------------------------------------------------------------------------------------------------
@@ -154,10 +158,10 @@ def test_unlike_settings_are_found_at_the_start(
     one: dict[str, Any], other: dict[str, Any], named: str, group: Callable[..., Group]
 ) -> None:
     members = group(2, [one, other]).meet()
-    error = members.comms[0].view.ready.error
+    error = members.comms[0].session.ready.error
     assert isinstance(error, ProtocolError)
     assert f"ranks disagree on {named.format(0, 1)}" in str(error)
-    assert isinstance(members.comms[1].view.ready.error, ProtocolError)
+    assert isinstance(members.comms[1].session.ready.error, ProtocolError)
     late = members.comms[0].recv(1, tag(1))
     assert late.error is error
 
@@ -165,5 +169,5 @@ def test_unlike_settings_are_found_at_the_start(
 def test_like_settings_are_fine_in_any_order(group: Callable[..., Group]) -> None:
     settings = [{"a": 1, "b": [1, {"c": None}]}, {"b": [1, {"c": None}], "a": 1}]
     members = group(2, settings).meet()
-    assert members.comms[0].view.ready.error is None
+    assert members.comms[0].session.ready.error is None
     members.exchange(1)

@@ -9,44 +9,47 @@ import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, pool
-from farflung.comm.pool import WORTH_NBYTES, Pool, scratch_like
-from farflung.comm.wire import Kind, encode
+from farflung.comm.pool import MIN_POOLED_NBYTES, BufferPool, allocate_like
+from farflung.comm.wire import MessageKind, encode
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.types import Payload, Tag
 from tests.helpers import same_bits
 
 
 def test_a_buffer_comes_again_once_no_tensor_of_it_is_left() -> None:
-    memory = Pool()
-    first = torch.frombuffer(memory.take(64), dtype=torch.float32)
+    memory = BufferPool()
+    first = torch.frombuffer(memory.take_buffer(64), dtype=torch.float32)
     view = first.reshape(4, 4)[1:]
-    second = torch.frombuffer(memory.take(64), dtype=torch.float32)
+    second = torch.frombuffer(memory.take_buffer(64), dtype=torch.float32)
     assert second.data_ptr() != first.data_ptr()
     where = first.data_ptr()
     del first
-    assert torch.frombuffer(memory.take(64), dtype=torch.float32).data_ptr() not in (where, second.data_ptr())
+    assert torch.frombuffer(memory.take_buffer(64), dtype=torch.float32).data_ptr() not in (
+        where,
+        second.data_ptr(),
+    )
     del view
-    assert torch.frombuffer(memory.take(64), dtype=torch.float32).data_ptr() == where
+    assert torch.frombuffer(memory.take_buffer(64), dtype=torch.float32).data_ptr() == where
 
 
 def test_no_more_is_kept_than_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "KEPT_NBYTES", 1000)
-    memory = Pool()
-    held = [memory.take(300) for _ in range(5)]
+    monkeypatch.setattr(pool, "MAX_POOL_NBYTES", 1000)
+    memory = BufferPool()
+    held = [memory.take_buffer(300) for _ in range(5)]
     assert len({id(one) for one in held}) == 5
     assert memory._nbytes == 900
-    memory.take(800)
+    memory.take_buffer(800)
     assert (memory._nbytes, list(memory._by_size)) == (800, [800])
-    large = memory.take(2000)
+    large = memory.take_buffer(2000)
     assert (memory._nbytes, len(large)) == (0, 2000)
 
 
-LARGE = torch.zeros(WORTH_NBYTES // 4)
+LARGE = torch.zeros(MIN_POOLED_NBYTES // 4)
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_scratch", pool._OfThread())
+    monkeypatch.setattr(pool, "_scratch", pool._ThreadLocalPool())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
@@ -56,7 +59,7 @@ def test_scratch_is_like_the_tensor_it_was_asked_for(dtype: torch.dtype) -> None
         torch.zeros(0, dtype=dtype),
         torch.zeros(7, dtype=dtype),
     ):
-        scratch = scratch_like(like)
+        scratch = allocate_like(like)
         assert (scratch.dtype, scratch.shape) == (like.dtype, like.shape)
         assert scratch.is_contiguous()
         assert scratch.data_ptr() % 64 == 0
@@ -64,35 +67,35 @@ def test_scratch_is_like_the_tensor_it_was_asked_for(dtype: torch.dtype) -> None
 
 
 def test_scratch_comes_again_once_neither_a_view_nor_a_frame_of_it_is_left() -> None:
-    first = scratch_like(LARGE)
+    first = allocate_like(LARGE)
     where, view = first.data_ptr(), first[5:]
-    frames = encode(Kind.DATA, 0, Tag(1), Payload((first,)))
+    frames = encode(MessageKind.DATA, 0, Tag(1), Payload((first,)))
     del first
-    assert scratch_like(LARGE).data_ptr() != where
+    assert allocate_like(LARGE).data_ptr() != where
     del view
-    assert scratch_like(LARGE).data_ptr() != where
+    assert allocate_like(LARGE).data_ptr() != where
     del frames
-    assert scratch_like(LARGE).data_ptr() == where
+    assert allocate_like(LARGE).data_ptr() == where
 
 
 def test_small_scratch_is_not_pooled() -> None:
-    scratch_like(LARGE[1:])
+    allocate_like(LARGE[1:])
     assert not pool._scratch.pool._by_size
-    scratch_like(LARGE)
+    allocate_like(LARGE)
     assert list(pool._scratch.pool._by_size) == [LARGE.nbytes + 64]
 
 
 def test_each_thread_has_scratch_of_its_own() -> None:
-    where = scratch_like(LARGE).data_ptr()
+    where = allocate_like(LARGE).data_ptr()
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(lambda: scratch_like(LARGE).data_ptr()).result() != where
-    assert scratch_like(LARGE).data_ptr() == where
+        assert other.submit(lambda: allocate_like(LARGE).data_ptr()).result() != where
+    assert allocate_like(LARGE).data_ptr() == where
 
 
 @pytest.mark.parametrize("name", ["all_gather", "direct", "ring", "parameter_server"])
 def test_sums_side_by_side_never_write_where_somebody_still_reads(name: str) -> None:
     """What virtual time sends is the sender's own memory, and arrives when the sender has gone on."""
-    size, rounds, numel = 3, 4, 3 * WORTH_NBYTES // 4
+    size, rounds, numel = 3, 4, 3 * MIN_POOLED_NBYTES // 4
     parts = torch.arange(size * rounds * 2 * numel, dtype=torch.float32).remainder_(8191.0)
     parts = parts.view(rounds * 2, size, numel)
     world = VirtualWorld(size, LinkModel(latency_s=1.0))
@@ -104,7 +107,7 @@ def test_sums_side_by_side_never_write_where_somebody_still_reads(name: str) -> 
         async def one(number: int) -> Tensor:
             channel = ExchangeChannel(runtime.comm, number, 0)
             own, side = parts[number, rank].clone(), torch.ones(1, dtype=torch.float64)
-            return (await channel.collective(name)(channel, own, side))[0]
+            return (await channel.get_collective(name)(channel, own, side))[0]
 
         for number in range(0, 2 * rounds, 2):
             await runtime.sleep_until(4.0 * number + rank / 4)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from farflung.comm import TcpTransport
-from farflung.comm.endpoint import advertised, ports_in
+from farflung.comm.endpoint import parse_advertised, parse_ports
 from farflung.errors import ConfigError
 from tests.helpers import Group
 
@@ -19,7 +19,7 @@ from tests.helpers import Group
     ("asked", "ports"), [(0, [0]), ("7000", [7000]), (7000, [7000]), ("7000-7002", [7000, 7001, 7002])]
 )
 def test_ports(asked: str | int, ports: list[int]) -> None:
-    assert list(ports_in(asked)) == ports
+    assert list(parse_ports(asked)) == ports
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_what_is_no_port(asked: str) -> None:
     with pytest.raises(
         ConfigError, match=r"--port .*: must be a port or a range of them, such as 7000 or 7000-7100"
     ):
-        ports_in(asked)
+        parse_ports(asked)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_is_no_port(asked: str) -> None:
     ],
 )
 def test_what_is_advertised(asked: str, address: str) -> None:
-    assert advertised(asked, 7000) == address
+    assert parse_advertised(asked, 7000) == address
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_what_is_advertised(asked: str, address: str) -> None:
 )
 def test_what_cannot_be_advertised(asked: str) -> None:
     with pytest.raises(ConfigError, match=r"--advertise .*: must be HOST or HOST:PORT"):
-        advertised(asked, 7000)
+        parse_advertised(asked, 7000)
 
 
 def test_what_nobody_reaches_is_not_advertised() -> None:
     with pytest.raises(ConfigError, match="name the address that the other machines reach"):
-        advertised("0.0.0.0", 7000)
+        parse_advertised("0.0.0.0", 7000)
     with pytest.raises(ConfigError, match="unknown host"):
-        advertised("no.such.host.invalid", 7000)
+        parse_advertised("no.such.host.invalid", 7000)
 
 
 @pytest.fixture
@@ -68,7 +68,9 @@ def taken() -> Iterator[int]:
 
 def test_the_first_port_that_is_free_is_taken(taken: int) -> None:
     members = Group(2, ports=(taken, 0)).meet()
-    assert all(not comm.view.transport.me.where.endswith(f":{taken}") for comm in members.comms)
+    assert all(
+        not comm.session.transport.local_peer.address_text.endswith(f":{taken}") for comm in members.comms
+    )
     members.exchange(3)
     members.close()
 
@@ -123,8 +125,8 @@ def test_a_replica_is_reached_through_a_forwarded_port() -> None:
     behind: list[int] = []
     with forwarded(behind) as port:
         members = Group(2, advertise=f"127.0.0.1:{port}")
-        assert members.comms[0].view.transport.me.address == f"tcp://127.0.0.1:{port}"
-        door = members.transports[0].entrance.door
+        assert members.comms[0].session.transport.local_peer.address == f"tcp://127.0.0.1:{port}"
+        door = members.transports[0].handshaker.server_socket
         assert door is not None
         behind.append(door.getsockname()[1])
         members.meet()

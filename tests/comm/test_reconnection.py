@@ -33,23 +33,26 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
 
 def cut(members: Group, one: int, other: int) -> None:
     """Shuts the connection of two members down, and waits until both have lost the other."""
-    for link in members.transports[one]._remotes[other].links.values():
+    for link in members.transports[one]._remotes[other].connections.values():
         link.sock.shutdown(socket.SHUT_RDWR)
     members.until(
-        lambda: other not in members.views[one].present() and one not in members.views[other].present()
+        lambda: (
+            other not in members.views[one].get_present_ranks()
+            and one not in members.views[other].get_present_ranks()
+        )
     )
 
 
 def again(members: Group, one: int, other: int, relay: int | None = None) -> None:
     """Both ends connect again."""
     made = [members.comms[a].reconnect(b, relay) for a, b in ((one, other), (other, one))]
-    members.until(lambda: all(each.done for each in made))
+    members.until(lambda: all(each.is_done for each in made))
     assert [each.error for each in made] == [None, None]
 
 
 def test_a_broken_connection_is_made_again(group: Callable[[int], Group]) -> None:
     members = group(3)
-    arrived = members.comms[0].arrival()
+    arrived = members.comms[0].wait_for_join()
     for number in range(1, 4):
         cut(members, 0, 2)
         assert isinstance(members.comms[0].send(numbered(0), 2, tag()).error, PeerLost)
@@ -57,7 +60,7 @@ def test_a_broken_connection_is_made_again(group: Callable[[int], Group]) -> Non
         members.exchange(number, 0, 2)
         members.exchange(10 + number, 1, 2)
     assert arrived.result() == 2
-    assert [each.turned_away for each in members.transports] == [0, 0, 0]
+    assert [each.num_rejected for each in members.transports] == [0, 0, 0]
 
 
 def test_a_member_whose_address_is_not_known_is_not_reached(group: Callable[[int], Group]) -> None:
@@ -70,18 +73,18 @@ def test_one_end_may_be_late(group: Callable[[int], Group]) -> None:
     members = group(2)
     cut(members, 0, 1)
     made = members.comms[1].reconnect(0)
-    assert not made.done
+    assert not made.is_done
     other = members.comms[0].reconnect(1)
-    members.until(lambda: made.done and other.done)
+    members.until(lambda: made.is_done and other.is_done)
     members.exchange(1)
 
 
 def test_it_is_known_at_once_where_the_process_has_ended(group: Callable[[int], Group]) -> None:
     members = group(3)
     members.close(members.views[1])
-    members.until(lambda: all(1 not in members.views[rank].present() for rank in (0, 2)))
+    members.until(lambda: all(1 not in members.views[rank].get_present_ranks() for rank in (0, 2)))
     made: list[Pending[None]] = [members.comms[rank].reconnect(1) for rank in (0, 2)]
-    members.until(lambda: all(each.done for each in made))
+    members.until(lambda: all(each.is_done for each in made))
     assert {str(each.error) for each in made} == {"lost rank 1: no process listens at its address any more"}
 
 
@@ -96,26 +99,26 @@ def test_a_relay_takes_the_place_of_a_connection(group: Callable[[int], Group], 
     members.exchange(2, 0, 2)
     if served == "last":
         members.comms[0].relay(1, 2)
-    members.until(lambda: all(each.done for each in made))
-    relayed = members.views[0].relay.count
+    members.until(lambda: all(each.is_done for each in made))
+    relayed = members.views[0].relay.num_relayed
     members.exchange(3, 1, 2)
-    assert members.views[0].relay.count == relayed + 2
+    assert members.views[0].relay.num_relayed == relayed + 2
     cut(members, 0, 1)  # and with it the way from 1 to 2
-    assert 2 not in members.views[1].present()
-    members.until(lambda: 1 not in members.views[2].present())
+    assert 2 not in members.views[1].get_present_ranks()
+    members.until(lambda: 1 not in members.views[2].get_present_ranks())
     again(members, 1, 2)
     members.exchange(4, 1, 2)
     again(members, 0, 1)
     members.exchange(5, 0, 1)
-    assert members.views[0].relay.count == relayed + 2
-    assert [each.turned_away + each.refused for each in members.transports] == [0, 0, 0]
+    assert members.views[0].relay.num_relayed == relayed + 2
+    assert [each.num_rejected + each.num_refused for each in members.transports] == [0, 0, 0]
 
 
 def test_a_silent_member_is_reached_through_a_relay(group: Callable[[int], Group]) -> None:
     members = group(3)
     members.comms[0].relay(1, 2)
-    gone = members.comms[2].departure()
+    gone = members.comms[2].wait_for_leave()
     again(members, 1, 2, 0)  # whose connection is there
     assert gone.result() == 1
     members.exchange(1, 1, 2)
-    assert members.views[0].relay.count >= 4
+    assert members.views[0].relay.num_relayed >= 4

@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.comm import records
-from farflung.comm.framing import HEAD_NBYTES, LOCAL_PIECE_NBYTES, MORE_NBYTES, wire_nbytes
-from farflung.comm.pool import Pool
+from farflung.comm.framing import HEAD_NBYTES, LOCAL_PIECE_NBYTES, PIECE_HEADER_NBYTES, compute_wire_nbytes
+from farflung.comm.pool import BufferPool
 from farflung.comm.records import (
-    CONTROL,
-    FIRST,
-    HEAD_MOST,
-    LAST,
-    Landings,
+    CONTROL_VIEW,
+    FIRST_PRIORITY,
+    LAST_PRIORITY,
+    MAX_HEAD_NBYTES,
+    MessageWithdrawn,
     Receiver,
-    Record,
+    RecordKind,
+    RecvBuffers,
     Sender,
-    Withdrawn,
 )
-from farflung.comm.wire import Frame, Kind, Message, WireError, encode
+from farflung.comm.wire import Frame, Message, MessageKind, WireError, encode
 from farflung.types import Payload, Tag
 from tests.helpers import number_in, numbered, same_payload, tag
 
@@ -39,7 +39,7 @@ def large(value: int, pieces: float = 3.5) -> Payload:
 
 
 def frames_of(payload: Payload, named: Tag | None = None) -> list[Frame]:
-    return encode(Kind.DATA, 0, tag() if named is None else named, payload)
+    return encode(MessageKind.DATA, 0, tag() if named is None else named, payload)
 
 
 class Pipe:
@@ -47,9 +47,12 @@ class Pipe:
 
     def __init__(self, connections: int = 1, room: int = ROOM) -> None:
         self.sender, self.widths = Sender(), list[int]()
-        landings = Landings(lambda head, number: Pool().tensor(head.large[number]), lambda: room)
+        landings = RecvBuffers(
+            lambda head, number: BufferPool().allocate_tensor(head.large_nbytes[number]), lambda: room
+        )
         self.ends = [
-            Receiver(landings, first=not index, links=self.widths.append) for index in range(connections)
+            Receiver(landings, is_first=not index, on_connection_count=self.widths.append)
+            for index in range(connections)
         ]
         self.ways: list[deque[bytes]] = [deque() for _ in range(connections)]
         """What is on its way over each connection."""
@@ -57,28 +60,28 @@ class Pipe:
 
     def send(self, index: int = 0) -> int:
         """A connection takes a chunk; its size."""
-        chunk = self.sender.take(PIECE, first=index == 0)
+        chunk = self.sender.take_chunk(PIECE, is_first=index == 0)
         if chunk is None:
             return 0
         said = b"".join(chunk.buffers)
         self.ways[index].append(said)
-        self.sender.left(chunk)
+        self.sender.mark_sent(chunk)
         return len(said)
 
     def hear(self, index: int = 0, most: int = 1 << 30) -> None:
         """What is on its way over a connection arrives, so many bytes at a time."""
         while self.ways[index]:
-            if self.ends[index].paused:
-                self.came += self.ends[index].took(0)
-                if self.ends[index].paused:
+            if self.ends[index].is_paused:
+                self.came += self.ends[index].parse_bytes(0)
+                if self.ends[index].is_paused:
                     return
             said = self.ways[index].popleft()
-            room = self.ends[index].room()
+            room = self.ends[index].get_buffer()
             part = said[: min(len(room), most)]
             room[: len(part)] = part
             if said[len(part) :]:
                 self.ways[index].appendleft(said[len(part) :])
-            self.came += self.ends[index].took(len(part))
+            self.came += self.ends[index].parse_bytes(len(part))
 
     def all(self) -> list[Message]:
         """Everything arrives that was put."""
@@ -90,14 +93,14 @@ class Pipe:
                 self.hear(index)
             assert sum(map(len, self.ways)) < before, "it stands still"
         for end in self.ends:
-            if end.paused:
-                self.came += end.took(0)
+            if end.is_paused:
+                self.came += end.parse_bytes(0)
         came, self.came = self.came, []
         return came
 
 
 def first_number(message: Message) -> float:
-    return float(next(iter(message.payload.tensors())).reshape(-1)[0])
+    return float(next(iter(message.payload.iter_tensors())).reshape(-1)[0])
 
 
 # --- all of it, in its order ------------------------------------------------------------------------------------
@@ -117,7 +120,7 @@ def test_every_message_arrives_once_over_any_number_of_connections(
     for number, (priority, _, turns) in enumerate(plan):
         frames = frames_of(sent[number], tag(number))
         left = pipe.sender.put(frames, priority, 0)
-        assert left.done == (len(frames) == 1)
+        assert left.is_done == (len(frames) == 1)
         for turn in range(turns):
             index = (number + turn) % connections
             pipe.send(index)
@@ -139,13 +142,13 @@ def test_the_urgent_overtake_the_rest_of_what_is_under_way() -> None:
     slow = pipe.sender.put(frames_of(large(1, 6)), 0, 0)
     pipe.send()
     urgent = pipe.sender.put(frames_of(numbered(2)), -1, 0)
-    assert urgent.done
+    assert urgent.is_done
     pipe.send()
     pipe.hear()
     assert [number_in(one.payload) for one in pipe.came] == [2]
     pipe.came.clear()
     assert [first_number(one) for one in pipe.all()] == [1]
-    assert slow.done
+    assert slow.is_done
 
 
 def test_small_ones_that_waited_leave_together() -> None:
@@ -153,7 +156,7 @@ def test_small_ones_that_waited_leave_together() -> None:
     for number in range(40):
         pipe.sender.put(frames_of(numbered(number)), 0, 0)
     pipe.send()
-    assert not pipe.sender.has(first=True)
+    assert not pipe.sender.has_data(is_first=True)
     pipe.hear()
     assert [number_in(one.payload) for one in pipe.came] == [*range(40)]
 
@@ -167,7 +170,7 @@ def test_a_chunk_is_a_piece_or_so() -> None:
     while nbytes := pipe.send():
         sizes.append(nbytes)
     assert max(sizes) < PIECE + 200
-    assert pipe.sender.nbytes == 0
+    assert pipe.sender.queued_nbytes == 0
 
 
 def test_sizes_of_records_are_those_that_are_documented() -> None:
@@ -177,7 +180,7 @@ def test_sizes_of_records_are_those_that_are_documented() -> None:
     while pipe.send():
         pass
     assert len(head) == HEAD_NBYTES
-    assert sum(map(len, pipe.ways[0])) == wire_nbytes(len(body), PIECE, sealed=False)
+    assert sum(map(len, pipe.ways[0])) == compute_wire_nbytes(len(body), PIECE, is_encrypted=False)
 
 
 def test_a_piece_waits_for_the_head_that_comes_over_the_first_connection() -> None:
@@ -186,16 +189,16 @@ def test_a_piece_waits_for_the_head_that_comes_over_the_first_connection() -> No
     pipe.send(0)
     pipe.send(1)
     pipe.hear(1)
-    assert pipe.ends[1].paused
+    assert pipe.ends[1].is_paused
     pipe.hear(0)
     assert [first_number(one) for one in pipe.all()] == [1]
-    assert not pipe.ends[1].paused
+    assert not pipe.ends[1].is_paused
 
 
 def test_the_number_of_connections_is_told() -> None:
     pipe = Pipe()
-    pipe.sender.put(frames_of(numbered(1)), FIRST, 0)
-    pipe.sender.links(5)
+    pipe.sender.put(frames_of(numbered(1)), FIRST_PRIORITY, 0)
+    pipe.sender.queue_connection_count(5)
     pipe.all()
     assert pipe.widths == [5]
 
@@ -208,25 +211,25 @@ def test_what_a_view_has_queued_is_withdrawn_and_the_rest_arrives(connections: i
     pipe = Pipe(connections)
     gone = [pipe.sender.put(frames_of(large(1, 6)), 0, 7), pipe.sender.put(frames_of(numbered(2)), 1, 7)]
     stays = pipe.sender.put(frames_of(numbered(3)), 2, 8)
-    said = pipe.sender.put(frames_of(numbered(4)), LAST, CONTROL)
+    said = pipe.sender.put(frames_of(numbered(4)), LAST_PRIORITY, CONTROL_VIEW)
     for index in range(connections):
         pipe.send(index)
     pipe.sender.withdraw(7)
-    assert isinstance(gone[0].error, Withdrawn)
+    assert isinstance(gone[0].error, MessageWithdrawn)
     assert [number_in(one.payload) for one in pipe.all()] == [3, 4]
     assert stays.result() is None
     assert said.result() is None
-    assert not pipe.ends[0]._landings._begun, "a part is kept for ever"
+    assert not pipe.ends[0]._buffers._partial, "a part is kept for ever"
 
 
 def test_a_connection_that_is_gone_fails_what_waits_for_it() -> None:
     for keep_control in (True, False):
         pipe = Pipe(1)
         waiting = [pipe.sender.put(frames_of(large(number)), number, 0) for number in range(3)]
-        pipe.sender.put(frames_of(numbered(7)), FIRST, CONTROL)
+        pipe.sender.put(frames_of(numbered(7)), FIRST_PRIORITY, CONTROL_VIEW)
         pipe.sender.close(OSError("gone"), keep_control=keep_control)
         assert [str(one.error) for one in waiting] == ["gone"] * 3
-        assert pipe.sender.has(first=True) == keep_control
+        assert pipe.sender.has_data(is_first=True) == keep_control
         assert [number_in(one.payload) for one in pipe.all()] == [7] * keep_control
 
 
@@ -238,16 +241,16 @@ def record(kind: int, body: bytes, size: int | None = None) -> bytes:
 
 
 def more(number: int, tensor: int, offset: int, body: bytes) -> bytes:
-    return record(Record.MORE, struct.pack("<IBQ", number, tensor, offset) + body)
+    return record(RecordKind.PIECE, struct.pack("<IBQ", number, tensor, offset) + body)
 
 
-HEAD = record(Record.HEAD, bytes(frames_of(large(1))[0]))
+HEAD = record(RecordKind.HEAD, bytes(frames_of(large(1))[0]))
 NBYTES = large(1).nbytes
-WITHDRAWN = HEAD + record(Record.WITHDRAWN, struct.pack("<I", 1))
+WITHDRAWN = HEAD + record(RecordKind.WITHDRAWN, struct.pack("<I", 1))
 REFUSED = {
     "a kind that is none": record(9, b""),
-    "a head larger than any": record(Record.HEAD, b"", HEAD_MOST + 1),
-    "an empty head": record(Record.HEAD, b""),
+    "a head larger than any": record(RecordKind.HEAD, b"", MAX_HEAD_NBYTES + 1),
+    "an empty head": record(RecordKind.HEAD, b""),
     "an empty piece": HEAD + more(1, 0, 0, b""),
     "a piece of nothing": more(1, 0, 0, bytes(8)),
     "a piece of another message": HEAD + more(2, 0, 0, bytes(8)),
@@ -256,11 +259,11 @@ REFUSED = {
     "a piece at an absurd place": HEAD + more(1, 0, 1 << 63, bytes(8)),
     "a piece twice": HEAD + more(1, 0, 0, bytes(8)) + more(1, 0, 4, bytes(8)),
     "a piece of a message that is whole": HEAD + more(1, 0, 0, bytes(NBYTES)) + more(1, 0, 0, bytes(8)),
-    "withdrawn, and not begun": record(Record.WITHDRAWN, struct.pack("<I", 1)),
+    "withdrawn, and not begun": record(RecordKind.WITHDRAWN, struct.pack("<I", 1)),
     "a piece of a withdrawn message larger than any": WITHDRAWN
-    + record(Record.MORE, struct.pack("<IBQ", 1, 0, 0), MORE_NBYTES + LOCAL_PIECE_NBYTES + 1),
-    "withdrawn in other words": HEAD + record(Record.WITHDRAWN, b"\1"),
-    "a payload larger than any": record(Record.HEAD, bytes(frames_of(Payload((torch.zeros(ROOM),)))[0])),
+    + record(RecordKind.PIECE, struct.pack("<IBQ", 1, 0, 0), PIECE_HEADER_NBYTES + LOCAL_PIECE_NBYTES + 1),
+    "withdrawn in other words": HEAD + record(RecordKind.WITHDRAWN, b"\1"),
+    "a payload larger than any": record(RecordKind.HEAD, bytes(frames_of(Payload((torch.zeros(ROOM),)))[0])),
 }
 
 
@@ -275,12 +278,12 @@ def test_each_is_refused(what: str) -> None:
 def test_the_largest_piece_of_a_withdrawn_message_is_passed_over() -> None:
     pipe = Pipe()
     pipe.ways[0] += [WITHDRAWN, more(1, 0, 0, bytes(LOCAL_PIECE_NBYTES))]
-    pipe.ways[0] += [record(Record.HEAD, bytes(frames_of(numbered(2))[0]))]
+    pipe.ways[0] += [record(RecordKind.HEAD, bytes(frames_of(numbered(2))[0]))]
     pipe.hear()
     assert [number_in(one.payload) for one in pipe.came] == [2]
 
 
-@pytest.mark.parametrize("said", [HEAD, more(2000, 0, 0, bytes(8)), record(Record.LINKS, b"\2")])
+@pytest.mark.parametrize("said", [HEAD, more(2000, 0, 0, bytes(8)), record(RecordKind.CONNECTIONS, b"\2")])
 def test_other_connections_take_pieces_alone_and_only_soon_due_ones(said: bytes) -> None:
     pipe = Pipe(2)
     pipe.ways[1].append(said)
@@ -289,7 +292,7 @@ def test_other_connections_take_pieces_alone_and_only_soon_due_ones(said: bytes)
 
 
 def test_only_so_many_come_in_parts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_AT_ONCE", 3)
+    monkeypatch.setattr(records, "_MAX_PARTIAL_MESSAGES", 3)
     pipe = Pipe()
     pipe.ways[0].append(HEAD * 3)
     pipe.hear()
@@ -303,10 +306,10 @@ def mutated(draw: random.Random) -> bytes:
     sender, said = Sender(), list[bytes]()
     for number in range(draw.randint(1, 3)):
         sender.put(frames_of(large(number, draw.choice([0.01, 0.5, 2.5]))), 0, number % 2)
-        if (chunk := sender.take(PIECE, first=True)) is not None:
+        if (chunk := sender.take_chunk(PIECE, is_first=True)) is not None:
             said.append(b"".join(chunk.buffers))
     sender.withdraw(0)
-    while (chunk := sender.take(PIECE, first=True)) is not None:
+    while (chunk := sender.take_chunk(PIECE, is_first=True)) is not None:
         said.append(b"".join(chunk.buffers))
     for _ in range(draw.randint(1, 3)):
         at = draw.randrange(len(said))
@@ -338,10 +341,13 @@ def test_mutations_are_refused_or_read_within_bounds() -> None:
             pipe.hear()
         except WireError:
             refused += 1
-        landings = pipe.ends[0]._landings
+        landings = pipe.ends[0]._buffers
         taken = sum(
-            tensor.nbytes for one in landings._begun.values() for tensor in one._tensors if tensor is not None
+            tensor.nbytes
+            for one in landings._partial.values()
+            for tensor in one._tensors
+            if tensor is not None
         )
-        assert taken <= len(landings._begun) * ROOM
+        assert taken <= len(landings._partial) * ROOM
         assert sum(message.payload.nbytes for message in pipe.came) <= len(said)
     assert refused > 900

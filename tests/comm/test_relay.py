@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farflung.comm import RELAYED, Endpoint, Peer, Purpose, WallCommunicator
+from farflung.comm import RELAYED_KIND, Endpoint, Peer, Purpose, WallCommunicator
 from farflung.comm.keys import Keys
-from farflung.comm.peer import connects
+from farflung.comm.peer import should_connect
 from farflung.comm.relay import Relay
-from farflung.comm.routes import Routes
-from farflung.comm.transport import FIRST
-from farflung.comm.wire import Frame, Kind, Message, Route, WireError, encode
+from farflung.comm.routes import RoutingTable
+from farflung.comm.transport import FIRST_PRIORITY
+from farflung.comm.wire import Frame, Message, MessageKind, RelayRoute, WireError, encode
 from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, ProtocolError
 from farflung.types import Payload, Runtime, Tag
 from farflung.wall import WallRuntime
@@ -52,7 +52,7 @@ def group(sealed: bool) -> Iterator[Callable[..., Group]]:
     made: list[Group] = []
 
     def make(size: int, *hidden: int, meets: bool = True, **options: Any) -> Group:
-        made.append(Group(size, hidden=hidden, keys=Keys.fresh() if sealed else None, **options))
+        made.append(Group(size, hidden=hidden, keys=Keys.generate() if sealed else None, **options))
         return made[-1].meet() if meets else made[-1]
 
     yield make
@@ -82,13 +82,13 @@ def test_who_can_be_reached_is_connected_to(
     hidden: tuple[int, ...], connecting: list[tuple[int, int]]
 ) -> None:
     pair = peers(2, *hidden)
-    assert [(a.rank, b.rank) for a in pair for b in pair if a is not b and connects(a, b)] == connecting
+    assert [(a.rank, b.rank) for a in pair for b in pair if a is not b and should_connect(a, b)] == connecting
 
 
-def routes(of: list[Peer], rank: int) -> Routes:
+def routes(of: list[Peer], rank: int) -> RoutingTable:
     (me,) = (peer for peer in of if peer.rank == rank)
-    found = Routes(me)
-    found.meet([peer for peer in of if peer.rank != rank])
+    found = RoutingTable(me)
+    found.add_peers([peer for peer in of if peer.rank != rank])
     return found
 
 
@@ -96,26 +96,26 @@ def test_all_find_the_same_relay_and_only_for_those_who_need_one() -> None:
     everybody = peers(6, 0, 3, 4)
     for rank in range(6):
         found = routes(everybody, rank)
-        pairs = {(a, b): found.between(a, b) for a in range(6) for b in range(6)}
+        pairs = {(a, b): found.find_relay(a, b) for a in range(6) for b in range(6)}
         assert {pair for pair, relay in pairs.items() if relay is not None} == {
             (a, b) for a in (0, 3, 4) for b in (0, 3, 4) if a != b
         }
         assert set(pairs.values()) == {None, 1}
-    assert routes(everybody, 1).relayed_to(3) == [0, 4]
-    assert routes(everybody, 3).behind(1) == [0, 4]
-    assert routes(everybody, 3).next_hop(0) == 1
-    assert routes(everybody, 3).next_hop(5) == 5
+    assert routes(everybody, 1).list_ranks_served(3) == [0, 4]
+    assert routes(everybody, 3).list_ranks_behind(1) == [0, 4]
+    assert routes(everybody, 3).get_next_hop(0) == 1
+    assert routes(everybody, 3).get_next_hop(5) == 5
 
 
 def test_who_comes_later_changes_no_way_that_there_is() -> None:
     everybody = peers(5, 0, 3, 4)
     for rank in (0, 2, 3):
         found = routes([peer for peer in everybody if peer.rank in (0, 2, 3)], rank)
-        found.meet([everybody[1]])
-        found.meet([everybody[4]])
-        assert (found.between(0, 3), found.between(0, 4), found.between(3, 4)) == (2, 1, 1)
-        found.meet([replace(everybody[3], token=b"another")], gone=[1])
-        assert (found.between(0, 3), found.between(0, 4)) == (2, 1)
+        found.add_peers([everybody[1]])
+        found.add_peers([everybody[4]])
+        assert (found.find_relay(0, 3), found.find_relay(0, 4), found.find_relay(3, 4)) == (2, 1, 1)
+        found.add_peers([replace(everybody[3], token=b"another")], lost_ranks=[1])
+        assert (found.find_relay(0, 3), found.find_relay(0, 4)) == (2, 1)
 
 
 def test_two_that_nobody_relays_between_are_named() -> None:
@@ -124,7 +124,7 @@ def test_two_that_nobody_relays_between_are_named() -> None:
         match=r"ranks 0 and 1 advertise no address, .*: make .* \(--port, --advertise HOST:PORT\)",
     ):
         routes(peers(3, 0, 1, 2), 2)
-    assert routes(peers(1, 0), 0).behind(0) == []
+    assert routes(peers(1, 0), 0).list_ranks_behind(0) == []
 
 
 def test_a_replica_without_a_way_in_is_published_without_an_address() -> None:
@@ -142,12 +142,12 @@ def test_all_reach_all(hidden: tuple[int, ...], group: Callable[..., Group]) -> 
     for src in range(size):
         for dst in range(src):
             members.exchange(1 + src * size + dst, src, dst)
-    assert all(one.refused == 0 for one in members.transports)
-    assert all(not view._early for view in members.views)
+    assert all(one.num_refused == 0 for one in members.transports)
+    assert all(not view._early_messages for view in members.views)
     for rank in hidden:
-        assert members.transports[rank].entrance.door is None, "it listens"
+        assert members.transports[rank].handshaker.server_socket is None, "it listens"
     for rank, transport in enumerate(members.transports):
-        connected = [other for other, member in transport._remotes.items() if member.links]
+        connected = [other for other, member in transport._remotes.items() if member.connections]
         assert sorted(connected) == [b for b in range(size) if b != rank and not {rank, b} <= set(hidden)]
 
 
@@ -159,21 +159,21 @@ def test_large_messages_pass_each_way_and_are_counted(
     hidden: tuple[int, ...], group: Callable[..., Group]
 ) -> None:
     members = group(3, *hidden)
-    gradients = Tag(Purpose.STEP.at(3))
+    gradients = Tag(Purpose.STEP.build_exchange_id(3))
     arrived = []
     for src, dst in (hidden, hidden[::-1]):
         members.comms[src].send(LARGE, dst, gradients)
-        members.comms[src].send(numbered(7), dst, Tag(Purpose.DECISION.at(3)))
+        members.comms[src].send(numbered(7), dst, Tag(Purpose.DECISION.build_exchange_id(3)))
         arrived.append(members.comms[dst].recv(src, gradients))
-    members.until(lambda: all(one.done for one in arrived))
+    members.until(lambda: all(one.is_done for one in arrived))
     assert all(same_payload(one.result(), LARGE) for one in arrived)
     for src, dst in (hidden, hidden[::-1]):
         to = [0] * 3
         to[dst] = LARGE.nbytes
-        assert members.comms[src].sent.to_json()["gradients"] == to
+        assert members.comms[src].sent_bytes.to_json()["gradients"] == to
     relay = members.comms[third(hidden)]
     expected = [0 if rank == relay.rank else LARGE.nbytes + numbered(7).nbytes for rank in range(3)]
-    members.until(lambda: relay.sent.to_json() == {RELAYED: expected})
+    members.until(lambda: relay.sent_bytes.to_json() == {RELAYED_KIND: expected})
 
 
 def test_the_urgent_overtake_at_the_relay_too(group: Callable[..., Group]) -> None:
@@ -182,17 +182,17 @@ def test_the_urgent_overtake_at_the_relay_too(group: Callable[..., Group]) -> No
     came: list[int] = []
 
     def sent(number: int, payload: Payload, priority: int) -> None:
-        receiver.recv(0, tag(number)).on_done(lambda _: came.append(number))
+        receiver.recv(0, tag(number)).add_done_callback(lambda _: came.append(number))
         sender.send(payload, 2, tag(number), priority)
 
     relay.send(Payload((torch.zeros(1 << 24),)), 2, tag(1))  # in whose way all of them are
     for number in range(2, 6):
         sent(number, LARGE, 0)
-    members._open.remove(receiver.view)  # it reads nothing until all is on its way
-    members.until(lambda: relay.view.relay.count >= 2 + 4)
+    members._open.remove(receiver.session)  # it reads nothing until all is on its way
+    members.until(lambda: relay.session.relay.num_relayed >= 2 + 4)
     sent(6, numbered(6), -1)
-    members.until(lambda: relay.view.relay.count >= 2 + 5)
-    members._open.append(receiver.view)
+    members.until(lambda: relay.session.relay.num_relayed >= 2 + 5)
+    members._open.append(receiver.session)
     members.until(lambda: len(came) == 5)
     assert came[0] == 6
 
@@ -202,25 +202,25 @@ def test_what_overtakes_a_greeting_waits_for_it(group: Callable[..., Group]) -> 
     members = group(3, *BEHIND_1, meets=False)
     passed: list[Callable[[], None]] = []
     relay = members.transports[1]
-    say = relay.say
+    say = relay.send_control
 
     def late(rank: int, frames: list[Frame], *, last: bool = False) -> None:
-        held = rank == 2 and members.views[1].relay.count > 0
+        held = rank == 2 and members.views[1].relay.num_relayed > 0
         (passed.append if held else _now)(partial(say, rank, frames, last=last))
 
-    relay.say = late  # type: ignore[assignment]
+    relay.send_control = late  # type: ignore[assignment]
     for view in members.views:
         view.connect(members.peers)
-    members.until(lambda: members.views[0].ready.done and len(passed) == 1)
+    members.until(lambda: members.views[0].ready.is_done and len(passed) == 1)
     members.comms[0].send(numbered(5), 2, tag(5))
-    members.until(lambda: 0 in members.views[2]._early)
-    assert not members.views[2].ready.done
+    members.until(lambda: 0 in members.views[2]._early_messages)
+    assert not members.views[2].ready.is_done
     arrived = members.comms[2].recv(0, tag(5))
-    assert not arrived.done, "who has not greeted has no say"
+    assert not arrived.is_done, "who has not greeted has no say"
     passed.pop()()
-    members.until(lambda: arrived.done)
+    members.until(lambda: arrived.is_done)
     assert number_in(arrived.result()) == 5
-    assert members.transports[2].refused == 0
+    assert members.transports[2].num_refused == 0
     members.meet()
 
 
@@ -236,30 +236,32 @@ def test_there_is_room_for_one_message_before_a_greeting(group: Callable[..., Gr
     sent = [relayed(0, 2, numbered(number)) for number in range(251)]
     receiver = members.views[2]
     for message in sent[:250]:
-        receiver.arrived(1, message)
+        receiver.handle_message(1, message)
     with pytest.raises(ValueError, match="more before a greeting than any message has"):
-        receiver.arrived(1, sent[250])
+        receiver.handle_message(1, sent[250])
     members.meet()
 
 
 def test_settings_are_compared_through_a_relay(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1, meets=False, settings=[{"steps": 1}, {"steps": 1}, {"steps": 2}])
-    members.views[1]._unlike = lambda *_: None  # type: ignore[method-assign]
+    members.views[1]._compare_settings = lambda *_: None  # type: ignore[method-assign]
     for view in members.views:
         view.connect(members.peers)
-    members.until(lambda: members.views[0].lost is not None)
-    assert "ranks disagree on steps: 1 on rank 0, 2 on rank 2" in str(members.views[0].lost)
+    members.until(lambda: members.views[0].end_error is not None)
+    assert "ranks disagree on steps: 1 on rank 0, 2 on rank 2" in str(members.views[0].end_error)
 
 
 # --- forged -----------------------------------------------------------------------------------------------------
 
 
-def relayed(source: int, destination: int, payload: Payload, kind: Kind = Kind.DATA) -> Message:
-    route = Route(source, destination, 0)
+def relayed(source: int, destination: int, payload: Payload, kind: MessageKind = MessageKind.DATA) -> Message:
+    route = RelayRoute(source, destination, 0)
     return decode([bytearray(one) for one in forged(route, payload, kind)], max_nbytes=1 << 20)
 
 
-def forged(route: Route, payload: Payload | None = None, kind: Kind = Kind.DATA) -> list[bytes]:
+def forged(
+    route: RelayRoute, payload: Payload | None = None, kind: MessageKind = MessageKind.DATA
+) -> list[bytes]:
     frames = encode(kind, 0, tag(99), payload or numbered(666), route=route)
     return [bytes(frame) for frame in frames]
 
@@ -270,63 +272,75 @@ def text(content: bytes) -> Payload:
 
 LOST = text(b'{"rank": 0, "detail": "gone", "token": ""}')
 FORGED = {
-    "in the name of another, through the relay": (2, 1, Route(0, 2, 0)),
-    "in the name of another who is not relayed": (2, 1, Route(3, 2, 0)),
-    "in the name of another, to the relay itself": (2, 1, Route(0, 1, 0)),
-    "in the name of the relay": (2, 1, Route(1, 0, 0)),
-    "in the name of who is behind a relay, by another member": (3, 0, Route(2, 0, 0)),
-    "for who can be reached": (2, 1, Route(2, 3, 0)),
-    "for who is connected": (2, 1, Route(2, 1, 0)),
-    "for itself": (2, 1, Route(2, 2, 0)),
-    "for nobody": (2, 1, Route(2, 7, 0)),
-    "through who relays nothing": (2, 3, Route(2, 0, 0)),
-    "of nobody": (1, 2, Route(9, 2, 0)),
-    "of who is not relayed": (1, 2, Route(3, 2, 0)),
-    "of the relay itself, as if it were relayed": (1, 2, Route(1, 2, 0)),
+    "in the name of another, through the relay": (2, 1, RelayRoute(0, 2, 0)),
+    "in the name of another who is not relayed": (2, 1, RelayRoute(3, 2, 0)),
+    "in the name of another, to the relay itself": (2, 1, RelayRoute(0, 1, 0)),
+    "in the name of the relay": (2, 1, RelayRoute(1, 0, 0)),
+    "in the name of who is behind a relay, by another member": (3, 0, RelayRoute(2, 0, 0)),
+    "for who can be reached": (2, 1, RelayRoute(2, 3, 0)),
+    "for who is connected": (2, 1, RelayRoute(2, 1, 0)),
+    "for itself": (2, 1, RelayRoute(2, 2, 0)),
+    "for nobody": (2, 1, RelayRoute(2, 7, 0)),
+    "through who relays nothing": (2, 3, RelayRoute(2, 0, 0)),
+    "of nobody": (1, 2, RelayRoute(9, 2, 0)),
+    "of who is not relayed": (1, 2, RelayRoute(3, 2, 0)),
+    "of the relay itself, as if it were relayed": (1, 2, RelayRoute(1, 2, 0)),
 }
 
 
-@covered("what, kind, sealed", FORGED, [Kind.DATA, Kind.HELLO, Kind.ABORT], [False, True])
-def test_forged_messages_are_refused_and_counted(what: str, kind: Kind, group: Callable[..., Group]) -> None:
+@covered(
+    "what, kind, sealed", FORGED, [MessageKind.DATA, MessageKind.HELLO, MessageKind.ABORT], [False, True]
+)
+def test_forged_messages_are_refused_and_counted(
+    what: str, kind: MessageKind, group: Callable[..., Group]
+) -> None:
     members = group(4, *BEHIND_1)
     liar, heard_by, route = FORGED[what]
-    payload = numbered(666) if kind is Kind.DATA else text(b'{"rank": %d, "detail": ""}' % route.source)
+    payload = (
+        numbered(666) if kind is MessageKind.DATA else text(b'{"rank": %d, "detail": ""}' % route.source)
+    )
     wanted = [comm.recv_any(tag(99)) for comm in members.comms]
     members.raw(liar, heard_by, *forged(route, payload, kind))
-    members.until(lambda: members.transports[heard_by].refused == 1)
+    members.until(lambda: members.transports[heard_by].num_refused == 1)
     for number, (a, b) in enumerate([(0, 2), (0, 1), (1, 2), (3, 0)], start=1):
         members.exchange(number, a, b)
-    assert [one.refused for one in members.transports] == [int(rank == heard_by) for rank in range(4)]
-    assert not any(one.done for one in wanted)
-    assert not any(view.lost for view in members.views)
+    assert [one.num_refused for one in members.transports] == [int(rank == heard_by) for rank in range(4)]
+    assert not any(one.is_done for one in wanted)
+    assert not any(view.end_error for view in members.views)
 
 
-@pytest.mark.parametrize(("liar", "route"), [(1, Route(0, 2, 0)), (3, Route(0, 0, 0)), (1, Route(0, 0, 0))])
-def test_a_loss_is_believed_of_the_relay_alone(liar: int, route: Route, group: Callable[..., Group]) -> None:
+@pytest.mark.parametrize(
+    ("liar", "route"), [(1, RelayRoute(0, 2, 0)), (3, RelayRoute(0, 0, 0)), (1, RelayRoute(0, 0, 0))]
+)
+def test_a_loss_is_believed_of_the_relay_alone(
+    liar: int, route: RelayRoute, group: Callable[..., Group]
+) -> None:
     """And not of one that had the rank before; nor is it when a relay passes it on as another's."""
     members = group(4, *BEHIND_1)
-    members.raw(liar, 2, *forged(route, LOST, Kind.LOST))
+    members.raw(liar, 2, *forged(route, LOST, MessageKind.LOST))
     members.exchange(1, liar, 2)
-    assert members.transports[2].refused == int(liar == 3 or route.destination == 2)
+    assert members.transports[2].num_refused == int(liar == 3 or route.destination == 2)
     members.exchange(2, 0, 2)
-    assert members.views[2].lost is None
+    assert members.views[2].end_error is None
 
 
 def test_who_has_not_greeted_has_nothing_relayed(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1, meets=False)
     members.views[1].connect(members.peers)
-    members.transports[0].open([members.peers[1]], members.views[0])
-    members.raw(0, 1, *forged(Route(0, 2, 0)))
-    members.until(lambda: members.transports[1].refused == 1)
+    members.transports[0].connect_peers([members.peers[1]], members.views[0])
+    members.raw(0, 1, *forged(RelayRoute(0, 2, 0)))
+    members.until(lambda: members.transports[1].num_refused == 1)
 
 
 def test_greetings_are_held_for_members_alone_and_no_large_ones(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1)
-    members.raw(0, 1, *forged(Route(0, 3, 0), text(b"{}"), Kind.HELLO))
+    members.raw(0, 1, *forged(RelayRoute(0, 3, 0), text(b"{}"), MessageKind.HELLO))
     long = text(b" " * (1 << 20) + b"{}")
-    members.transports[0].say(1, encode(Kind.HELLO, 0, tag(99), long, route=Route(0, 2, 0)))
-    members.until(lambda: members.transports[1].refused == 2)
-    assert not members.views[1].relay._held
+    members.transports[0].send_control(
+        1, encode(MessageKind.HELLO, 0, tag(99), long, route=RelayRoute(0, 2, 0))
+    )
+    members.until(lambda: members.transports[1].num_refused == 2)
+    assert not members.views[1].relay._greetings
     members.exchange(1, 0, 2)
 
 
@@ -341,11 +355,11 @@ def test_who_is_lost_behind_a_relay_is_named(
     members = group(3, *hidden, about={"whole": whole})
     lost, stayer, relay = *hidden, third(hidden)
     comm = members.comms[stayer]
-    departure, waiting = comm.departure(), comm.recv(lost, tag(5))
+    departure, waiting = comm.wait_for_leave(), comm.recv(lost, tag(5))
     members.comms[lost].send(numbered(4), stayer, tag(4))
-    members.until(lambda: members.views[relay].relay.count == 3)
+    members.until(lambda: members.views[relay].relay.num_relayed == 3)
     members.close(members.views[lost])
-    members.until(lambda: waiting.done)
+    members.until(lambda: waiting.is_done)
     assert isinstance(waiting.error, PeerLost)
     assert waiting.error.rank == lost
     assert str(waiting.error) == (
@@ -353,9 +367,9 @@ def test_who_is_lost_behind_a_relay_is_named(
     )
     assert number_in(comm.recv(lost, tag(4)).result()) == 4, "what it sent before is there"
     if whole:
-        assert comm.view.lost is waiting.error
+        assert comm.session.end_error is waiting.error
         return
-    assert comm.view.lost is None
+    assert comm.session.end_error is None
     assert departure.result() == lost
     members.exchange(8, stayer, relay)
 
@@ -370,7 +384,7 @@ def test_a_lost_relay_loses_those_behind_it(
     waits = [members.comms[one].recv(other, tag(5)) for one, other in (hidden, hidden[::-1])]
     of_relay = members.comms[hidden[0]].recv(relay, tag(5))
     members.close(members.views[relay])
-    members.until(lambda: all(one.done for one in waits))
+    members.until(lambda: all(one.is_done for one in waits))
     assert str(of_relay.error) == f"lost rank {relay}: its connection was closed from its end"
     for rank, waiting in zip(hidden[::-1], waits, strict=True):
         assert isinstance(waiting.error, PeerLost)
@@ -387,12 +401,12 @@ def test_farewells_and_failures_go_through_a_relay(whole: bool, group: Callable[
     members = group(4, 0, 2, 3, about={"whole": whole})
     waits = [members.comms[2].recv(0, tag(5)), members.comms[2].recv(3, tag(5))]
     members.leave(0)
-    members.until(lambda: waits[0].done)
+    members.until(lambda: waits[0].is_done)
     assert str(waits[0].error) == "lost rank 0: it had left the run"
-    assert members.views[2].lost is None
+    assert members.views[2].end_error is None
     members.exchange(1, 2, 3)
     members.leave(3, ValueError("bad batch"))
-    members.until(lambda: waits[1].done)
+    members.until(lambda: waits[1].is_done)
     assert isinstance(waits[1].error, PeerFailed)
     assert str(waits[1].error) == "rank 3 failed: ValueError: bad batch"
 
@@ -401,15 +415,15 @@ def test_farewells_and_failures_go_through_a_relay(whole: bool, group: Callable[
 def test_signs_of_life_go_through_a_relay(silent: list[int], group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1)
     members.comms[0].recv(2, tag(1))
-    awake = [comm.view for comm in members.comms if comm.rank not in silent]
+    awake = [comm.session for comm in members.comms if comm.rank not in silent]
     for quarter in range(1, 40):
         members.clock = 2.5 * quarter
         for view in awake:
-            view.waits.check(10.0)
+            view.wait_monitor.check(10.0)
         for _ in range(8):  # on loopback what is sent is there at once
             for view in awake:
                 view.transport.poll(0.0)
-    lost = members.views[0].lost
+    lost = members.views[0].end_error
     assert (lost is None) == (not silent)
     if silent:
         assert isinstance(lost, DeadlinePassed)
@@ -422,10 +436,10 @@ def test_who_does_not_come_is_named_with_its_relay_and_the_relay_before_it(
 ) -> None:
     members = group(3, *BEHIND_1, meets=False)
     members.views[2].connect(members.peers)
-    assert members.views[2].missing() == [1, 0]
+    assert members.views[2].list_missing() == [1, 0]
     members.views[1].connect(members.peers)
-    members.until(lambda: members.views[2].missing() == [0])
-    assert members.views[2].greeting_of(0) == "its greeting, through rank 1"
+    members.until(lambda: members.views[2].list_missing() == [0])
+    assert members.views[2].describe_greeting(0) == "its greeting, through rank 1"
     members.views[0].connect(members.peers)
     members.meet()
 
@@ -433,11 +447,11 @@ def test_who_does_not_come_is_named_with_its_relay_and_the_relay_before_it(
 def test_messages_for_who_has_left_are_no_forgeries(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1, about={"whole": False})
     members.close(members.views[2])
-    members.until(lambda: 2 in members.views[1]._left)
-    members.raw(0, 1, *forged(Route(0, 2, 0)))
-    members.raw(0, 1, *forged(Route(0, 2, FIRST), text(b"{}"), Kind.WAITING))
+    members.until(lambda: 2 in members.views[1]._left_ranks)
+    members.raw(0, 1, *forged(RelayRoute(0, 2, 0)))
+    members.raw(0, 1, *forged(RelayRoute(0, 2, FIRST_PRIORITY), text(b"{}"), MessageKind.WAITING))
     members.exchange(1)
-    assert members.transports[1].refused == 0
+    assert members.transports[1].num_refused == 0
 
 
 # --- those who come again ---------------------------------------------------------------------------------------
@@ -454,23 +468,23 @@ class Passing:
         self.relay = Relay(transport, self.routes, 3)
 
     def greet(self, source: int, destination: int) -> None:
-        to = text(b'{"to": "%s"}' % self.routes.token(destination).encode())
-        self.relay.take(source, relayed(source, destination, to, Kind.HELLO))
+        to = text(b'{"to": "%s"}' % self.routes.get_token(destination).encode())
+        self.relay.handle_message(source, relayed(source, destination, to, MessageKind.HELLO))
 
     def again(self, rank: int) -> None:
-        self.relay.lost(rank)
-        self.routes.meet([Peer(rank, None, b"another")])
+        self.relay.handle_lost(rank)
+        self.routes.add_peers([Peer(rank, None, b"another")])
 
 
 def test_greetings_pass_together() -> None:
     both = Passing()
     both.greet(0, 2)
     assert both.said == []
-    assert not both.relay.serves([])
+    assert not both.relay.is_needed([])
     both.greet(2, 0)
     assert sorted(both.said) == [0, 2]
-    assert both.relay.serves([])
-    assert not both.relay.serves([2])
+    assert both.relay.is_needed([])
+    assert not both.relay.is_needed([2])
 
 
 def test_a_greeting_for_who_had_the_rank_before_is_not_passed_on() -> None:
@@ -498,14 +512,14 @@ def test_what_was_for_who_is_lost_is_not_passed_to_who_has_its_rank_now() -> Non
     both.greet(0, 2)
     both.greet(2, 0)
     both.again(2)
-    both.relay.take(0, relayed(0, 2, text(b"{}"), Kind.WAITING))
+    both.relay.handle_message(0, relayed(0, 2, text(b"{}"), MessageKind.WAITING))
     assert len(both.said) == 2
 
 
 def test_a_greeting_that_is_no_json_is_refused_when_it_comes() -> None:
     both = Passing()
     with pytest.raises(WireError, match="no JSON"):
-        both.relay.take(0, relayed(0, 2, text(b"{"), Kind.HELLO))
+        both.relay.handle_message(0, relayed(0, 2, text(b"{"), MessageKind.HELLO))
     both.greet(2, 0)
     both.greet(0, 2)
     assert sorted(both.said) == [0, 2]
@@ -514,23 +528,23 @@ def test_a_greeting_that_is_no_json_is_refused_when_it_comes() -> None:
 def test_who_was_lost_comes_again_behind_its_relay(group: Callable[..., Group], sealed: bool) -> None:
     members = group(3, *BEHIND_1, about={"whole": False})
     members.close(members.views[2])
-    members.until(lambda: 2 in members.views[0]._left)
+    members.until(lambda: 2 in members.views[0]._left_ranks)
     again = Group(3, hidden=BEHIND_1, keys=members.transports[1].keys, about={"whole": False})
     newcomer = again.views[2]
     again.close(*again.views[:2])
     members._open.append(newcomer)
     members.views[2], members.transports[2], members.comms[2] = newcomer, again.transports[2], again.comms[2]
-    arrival = members.comms[0].arrival()
+    arrival = members.comms[0].wait_for_join()
     newcomer.connect(members.peers)
     # Whoever is told first: its greeting is held until the relay and the other know of the newcomer.
     members.views[0].admit(members.peers[2])
-    members.until(lambda: bool(members.views[1].relay._held))
-    assert not arrival.done
+    members.until(lambda: bool(members.views[1].relay._greetings))
+    assert not arrival.is_done
     members.views[1].admit(members.peers[2])
-    members.until(lambda: newcomer.ready.done and arrival.done)
+    members.until(lambda: newcomer.ready.is_done and arrival.is_done)
     assert arrival.result() == 2
     members.exchange(1, 0, 2)
-    assert all(one.refused == 0 for one in members.transports)
+    assert all(one.num_refused == 0 for one in members.transports)
 
 
 # --- whole replicas, each with its thread -----------------------------------------------------------------------
@@ -560,7 +574,7 @@ async def sent(runtime: Runtime, dst: int, value: float) -> None:
 def test_a_relay_that_is_through_stays_for_those_behind_it(
     hidden: tuple[int, ...], sealed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farflung.comm.view.PARTING_S", 0.0)
+    monkeypatch.setattr("farflung.comm.view.LEAVE_WAIT_S", 0.0)
     runtimes = together(hidden, encrypt=sealed)
     one, other, relay = (runtimes[rank] for rank in (*hidden, third(hidden)))
     gone = relay.comm.rank

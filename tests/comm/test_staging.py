@@ -23,7 +23,7 @@ class Elsewhere:
         self.copies = 0
         self.wait: Callable[[], object] = lambda: None
         self._here: dict[int, Payload] = {}  # kept, for an id is another's once its payload is gone
-        monkeypatch.setattr(view, "on_host", lambda payload: id(payload) in self._here)
+        monkeypatch.setattr(view, "is_on_host", lambda payload: id(payload) in self._here)
         monkeypatch.setattr("farflung.wall.runtime.to_host", self.to_host)
 
     def to_host(self, payload: Payload) -> tuple[Payload, Callable[[], object]]:

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from farflung.errors import ConfigError
-from farflung.network import Link, NetworkProfile, Site, Wiring, network_profile
-from farflung.network.tcp import LARGEST_WINDOW_BITS, SEGMENT_NBYTES, STARTUP_GAIN, repaired_s
+from farflung.network import Link, NetworkProfile, Site, Wiring, find_network
+from farflung.network.tcp import LARGEST_WINDOW_BITS, SEGMENT_NBYTES, STARTUP_GAIN, compute_repair_s
 from farflung.sim.clock import VirtualClock
 from farflung.sim.flows import Flows
 
 pytestmark = pytest.mark.usefixtures("unframed")
 
 SEGMENT_BITS = 8 * SEGMENT_NBYTES
-WIDE = NetworkProfile.uniform(Link(0.5))
+WIDE = NetworkProfile.create_uniform(Link(0.5))
 """A round trip of a second, and no limit but the window's."""
-NARROW = NetworkProfile.uniform(Link(0.5, 20.0 * SEGMENT_BITS))
+NARROW = NetworkProfile.create_uniform(Link(0.5, 20.0 * SEGMENT_BITS))
 """The same, and twenty segments a second."""
 
 
@@ -26,14 +26,14 @@ def arrivals(network: NetworkProfile, control: Any, *messages: tuple[float, floa
     """When messages of so many segments arrive that node 0 has for node 1 at these times."""
     clock = VirtualClock()
     found: dict[int, float] = {}
-    flows = Flows(clock, Wiring(replace(network, congestion=control).for_nodes(2)), seed=0)
+    flows = Flows(clock, Wiring(replace(network, congestion=control).with_nodes(2)), seed=0)
     for number, (at, segments) in enumerate(messages):
 
         def send(number: int = number, segments: float = segments) -> None:
             nbytes = round(segments * SEGMENT_NBYTES)
             flows.send(0, 1, nbytes, 0, lambda t: found.__setitem__(number, t))
 
-        clock.at(at, send)
+        clock.call_at(at, send)
     clock.run()
     return [found[number] for number in range(len(messages))]
 
@@ -114,12 +114,12 @@ def test_a_stalled_flow_leaves_its_share_to_others() -> None:
 
 
 def test_a_named_network_may_have_a_congestion_control() -> None:
-    profile = network_profile("four-regions(congestion=bbr)")
-    assert profile == replace(network_profile("four-regions"), name=profile.name, congestion="bbr")
+    profile = find_network("four-regions(congestion=bbr)")
+    assert profile == replace(find_network("four-regions"), name=profile.name, congestion="bbr")
     with pytest.raises(
         ConfigError, match="four-regions: congestion = 'vegas': must be one of bbr, cubic, reno"
     ):
-        network_profile("four-regions(congestion=vegas)")
+        find_network("four-regions(congestion=vegas)")
 
 
 @pytest.mark.parametrize(
@@ -136,19 +136,21 @@ def test_a_named_network_may_have_a_congestion_control() -> None:
 def test_a_lost_packet_holds_up_what_is_behind_it(
     drawn: tuple[float, float], last: bool, late_s: float
 ) -> None:
-    found = repaired_s(10 * SEGMENT_BITS, 1.0, 0.6, 0.1, drawn, last=last)
+    found = compute_repair_s(10 * SEGMENT_BITS, 1.0, 0.6, 0.1, drawn, is_last=last)
     assert found == pytest.approx(late_s)
 
 
 def test_as_many_messages_are_held_up_as_lose_a_packet() -> None:
     draws = [(number + 0.5) / 1000 for number in range(1000)]
-    late = [repaired_s(20 * SEGMENT_BITS, 0.0, 1.0, 0.02, (one, 0.0), last=False) > 0 for one in draws]
+    late = [
+        compute_repair_s(20 * SEGMENT_BITS, 0.0, 1.0, 0.02, (one, 0.0), is_last=False) > 0 for one in draws
+    ]
     assert sum(late) / len(late) == pytest.approx(1 - 0.98**20, abs=1e-3)
 
 
 def test_nothing_is_held_up_where_nothing_is_lost() -> None:
-    assert repaired_s(SEGMENT_BITS, 1.0, 1.0, 0.0, (0.0, 0.0), last=True) == 0.0
+    assert compute_repair_s(SEGMENT_BITS, 1.0, 1.0, 0.0, (0.0, 0.0), is_last=True) == 0.0
     lossless = arrivals(NARROW, "bbr", (0.0, 40), (10.0, 40))
-    lossy = NetworkProfile.uniform(Link(0.5, 20.0 * SEGMENT_BITS, loss=0.1))
+    lossy = NetworkProfile.create_uniform(Link(0.5, 20.0 * SEGMENT_BITS, loss=0.1))
     delayed = arrivals(lossy, "bbr", (0.0, 40), (10.0, 40))
     assert all(late > early for early, late in zip(lossless, delayed, strict=True))

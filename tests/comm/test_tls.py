@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from farflung.comm import Endpoint, ExchangeChannel, Peer
-from farflung.comm.keys import Keys, fingerprint, load_keys, make_keys
+from farflung.comm.keys import Keys, compute_fingerprint, load_keys, make_keys
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError
 from farflung.types import Payload
 from farflung.wall import WallRuntime
@@ -41,9 +41,9 @@ class Run:
         async def one(runtime: WallRuntime) -> torch.Tensor:
             channel = ExchangeChannel(runtime.comm, number, 0)
             tensor = torch.full((3000,), float(number + runtime.comm.rank))
-            return (await channel.collective("direct")(channel, tensor, torch.zeros(1, dtype=torch.float64)))[
-                0
-            ]
+            return (
+                await channel.get_collective("direct")(channel, tensor, torch.zeros(1, dtype=torch.float64))
+            )[0]
 
         for pending in [runtime.launch(one(runtime)) for runtime in self.runtimes]:
             assert torch.equal(pending.wait(), torch.full((3000,), 3.0 * number + 3))
@@ -85,12 +85,12 @@ def test_what_passes_cannot_be_read(
     for proxy in store.proxies.values():
         for sent in (struct.pack("<f", 6.0) * 16, b"settings"):
             assert (sent not in proxy.passed) is encrypt
-    assert [comm.view.transport.refused for comm in members.comms] == [0, 0, 0]
+    assert [comm.session.transport.num_refused for comm in members.comms] == [0, 0, 0]
 
 
 def test_replicas_prove_themselves_with_keys_of_their_own(run: Callable[..., Run]) -> None:
     members = run()
-    assert len({comm.view.transport.me.key for comm in members.comms}) == SIZE
+    assert len({comm.session.transport.local_peer.key for comm in members.comms}) == SIZE
     members.all_reduce()
 
 
@@ -99,7 +99,7 @@ def test_the_folder_of_keys_takes_the_place_of_the_stores(tmp_path: Path, run: C
     keys = load_keys(tmp_path / "a")
     members = run(endpoint=Endpoint(keys=tmp_path / "a"))
     members.all_reduce()
-    assert {comm.view.transport.me.key for comm in members.comms} == {keys.public}
+    assert {comm.session.transport.local_peer.key for comm in members.comms} == {keys.public}
 
 
 def test_a_key_that_is_not_in_the_folder_is_named(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_key_that_is_not_in_the_folder_is_named(tmp_path: Path) -> None:
     for rank, error in enumerate(results):
         assert isinstance(error, ConfigError)
         assert f"rank {1 - rank} at tcp://127.0.0.1:" in str(error)
-        assert fingerprint((beta, alpha)[rank].public) in str(error)
+        assert compute_fingerprint((beta, alpha)[rank].public) in str(error)
 
 
 def test_a_replica_that_does_not_encrypt_is_named() -> None:
@@ -147,7 +147,7 @@ def test_a_connection_that_is_cut_is_a_lost_member_at_once(
     with pytest.raises(PeerLost, match="its connection was closed from its end") as lost:
         waiting.wait()
     assert lost.value.rank in {1, 2}
-    assert members.runtimes[0].now() < PATIENCE_S
+    assert members.runtimes[0].read_clock() < PATIENCE_S
 
 
 async def _receive(runtime: WallRuntime) -> Payload:
@@ -164,13 +164,13 @@ def test_what_is_known_of_the_other_end_is_in_the_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         stranger.listen()
         address = f"tcp://127.0.0.1:{stranger.getsockname()[1]}"
-        peer = Peer(0, address, bytes(16), Keys.fresh().public).to_json()
+        peer = Peer(0, address, bytes(16), Keys.generate().public).to_json()
 
         def hang_up() -> None:
             stranger.accept()[0].close()
 
         error, *_ = in_threads(
-            lambda: WallRuntime(1, 2, store, endpoint=Endpoint(encrypt=True), join_s=1.0),
+            lambda: WallRuntime(1, 2, store, endpoint=Endpoint(encrypt=True), connect_timeout_s=1.0),
             impostor(store, 0, 2, peer),
             hang_up,
         )

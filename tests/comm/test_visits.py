@@ -14,9 +14,9 @@ from typing import Any, cast
 import pytest
 
 from farflung.comm import Listener, TcpTransport
-from farflung.comm.keys import Keys, tls_context
-from farflung.comm.peer import VISITOR
-from farflung.comm.visits import LENGTH, MOST_NBYTES, Access, visit_proof
+from farflung.comm.keys import Keys, build_tls_context
+from farflung.comm.peer import VISITOR_RANK
+from farflung.comm.visits import LENGTH, MAX_NBYTES, Access, compute_visit_proof
 from tests.helpers import PATIENCE_S
 from tests.strangers import (
     HELLO,
@@ -37,15 +37,15 @@ class Member:
     """A member that is alone and answers visitors, on a thread of its own."""
 
     def __init__(self, *, encrypted: bool = False) -> None:
-        keys = Keys.fresh() if encrypted else None
+        keys = Keys.generate() if encrypted else None
         self.transport = TcpTransport(0, 1, keys=keys)
-        self.place = self.transport.me.where.removeprefix("tcp://")
+        self.place = self.transport.local_peer.address_text.removeprefix("tcp://")
         self.access = Access(KEY, encrypted, [self.place])
         self.asked: list[bytes] = []
-        self.transport.open([], cast("Listener", None))
+        self.transport.connect_peers([], cast("Listener", None))
         self.transport.listener = cast("Listener", object())
-        self.transport.expects(0)
-        self.transport.receive(KEY, self._answer)
+        self.transport.set_expected(0)
+        self.transport.accept_visits(KEY, self._answer)
         self._ends = False
         self._bell, ear = socket.socketpair()
         self._ear = ear
@@ -96,7 +96,7 @@ def test_a_visitor_is_answered(encrypted: bool, member: Callable[..., Member]) -
     for number in (1, 2):
         assert one.access.ask(one.place, {"what": "a" * 100_000}, PATIENCE_S) == {"so": number}
     assert len(one.asked[0]) > 100_000
-    assert one.transport.turned_away == 0
+    assert one.transport.num_rejected == 0
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
@@ -106,7 +106,7 @@ def test_another_key_is_refused(encrypted: bool, member: Callable[..., Member]) 
         Access(bytes(32), encrypted, []).ask(one.place, {}, PATIENCE_S)
     assert one.access.ask(one.place, {}, PATIENCE_S) == {"so": 1}
     one.close()
-    assert one.transport.turned_away == 1
+    assert one.transport.num_rejected == 1
 
 
 def test_a_member_of_another_run_is_told_nothing(member: Callable[..., Member]) -> None:
@@ -132,14 +132,14 @@ def test_a_member_of_another_run_is_told_nothing(member: Callable[..., Member]) 
 
 def test_what_listens_in_between_is_refused(member: Callable[..., Member]) -> None:
     """It hands on between two connections with TLS all that it hears; the proofs are for another certificate."""
-    one, own = member(encrypted=True), Keys.fresh()
+    one, own = member(encrypted=True), Keys.generate()
     with socket.create_server(("127.0.0.1", 0)) as door:
 
         def serve() -> None:
             link, _ = door.accept()
             outside = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             outside.check_hostname, outside.verify_mode = False, ssl.CERT_NONE
-            near_side = tls_context(own, [], server=True)
+            near_side = build_tls_context(own, [], is_server=True)
             near_side.verify_mode = ssl.CERT_NONE
             with (
                 may_be_closed(),
@@ -159,30 +159,34 @@ def test_what_listens_in_between_is_refused(member: Callable[..., Member]) -> No
         thread.join()
     assert not one.asked
     one.close()
-    assert one.transport.turned_away == 1
+    assert one.transport.num_rejected == 1
 
 
 def introduced(link: socket.socket, proof: bytes | None = None) -> None:
     """Introduces a visitor, with the right proof when none is given."""
     nonces = challenged(link) + bytes(16)
-    link.sendall(HELLO.pack(VISITOR, 0, bytes(16), proof or visit_proof(KEY, "visitor", nonces, None)))
+    link.sendall(
+        HELLO.pack(VISITOR_RANK, 0, bytes(16), proof or compute_visit_proof(KEY, "visitor", nonces, None))
+    )
     if proof is None:
-        assert exactly(link, PROOF_NBYTES) == visit_proof(KEY, "member", nonces, None)
+        assert exactly(link, PROOF_NBYTES) == compute_visit_proof(KEY, "member", nonces, None)
 
 
 def test_a_proof_is_of_one_connection_and_of_one_end(member: Callable[..., Member]) -> None:
     one = member()
     with one.knock() as first, one.knock() as second:
         nonces = challenged(first) + bytes(16)
-        introduced(second, visit_proof(KEY, "visitor", nonces, None))
+        introduced(second, compute_visit_proof(KEY, "visitor", nonces, None))
         until_closed(second)
-        first.sendall(HELLO.pack(VISITOR, 0, bytes(16), visit_proof(KEY, "member", nonces, None)))
+        first.sendall(
+            HELLO.pack(VISITOR_RANK, 0, bytes(16), compute_visit_proof(KEY, "member", nonces, None))
+        )
         until_closed(first)
     one.close()
-    assert one.transport.turned_away == 2
+    assert one.transport.num_rejected == 2
 
 
-@pytest.mark.parametrize("nbytes", [0, MOST_NBYTES + 1, 0xFFFFFFFF])
+@pytest.mark.parametrize("nbytes", [0, MAX_NBYTES + 1, 0xFFFFFFFF])
 def test_a_question_is_of_bounded_length(nbytes: int, member: Callable[..., Member]) -> None:
     one = member()
     with one.knock() as link:
@@ -190,7 +194,7 @@ def test_a_question_is_of_bounded_length(nbytes: int, member: Callable[..., Memb
         link.sendall(LENGTH.pack(nbytes))
         until_closed(link)
     one.close()
-    assert one.transport.turned_away == 1
+    assert one.transport.num_rejected == 1
     assert not one.asked
 
 
@@ -198,9 +202,9 @@ def test_the_longest_question_is_answered(member: Callable[..., Member]) -> None
     one = member()
     with one.knock() as link:
         introduced(link)
-        link.sendall(LENGTH.pack(MOST_NBYTES) + bytes(MOST_NBYTES))
+        link.sendall(LENGTH.pack(MAX_NBYTES) + bytes(MAX_NBYTES))
         assert exactly(link, LENGTH.size + 9)[LENGTH.size :] == b'{"so": 1}'
-    assert [len(said) for said in one.asked] == [MOST_NBYTES]
+    assert [len(said) for said in one.asked] == [MAX_NBYTES]
 
 
 def test_half_a_question_is_not_answered(member: Callable[..., Member]) -> None:
@@ -225,7 +229,7 @@ def test_strangers_are_refused(count: int, member: Callable[..., Member]) -> Non
             else:
                 nonces = challenged(link) + bytes(16)
                 hello = bytearray(
-                    HELLO.pack(VISITOR, 0, bytes(16), visit_proof(KEY, "visitor", nonces, None))
+                    HELLO.pack(VISITOR_RANK, 0, bytes(16), compute_visit_proof(KEY, "visitor", nonces, None))
                 )
                 at = draw.choice([*range(4), *range(8, HELLO.size)])
                 hello[at] ^= 1 << draw.randrange(8)
@@ -235,4 +239,4 @@ def test_strangers_are_refused(count: int, member: Callable[..., Member]) -> Non
             one.access.ask(one.place, {}, PATIENCE_S)
     assert len(one.asked) == count // 100
     one.close()
-    assert one.transport.turned_away == count
+    assert one.transport.num_rejected == count

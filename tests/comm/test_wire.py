@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.comm import framing, wire
-from farflung.comm.wire import INLINE, MOST_HEAD, Kind, WireError, encode
+from farflung.comm.wire import INLINE_NBYTES, MAX_INLINE_HEAD_NBYTES, MessageKind, WireError, encode
 from farflung.types import Payload, Tag
 from tests.helpers import decode, raw, same_bits, same_payload
 
@@ -49,13 +49,15 @@ def received(frames: Sequence[Any]) -> list[bytearray]:
 
 
 def round_trip(payload: Payload) -> Payload:
-    message = decode(received(encode(Kind.DATA, 7, TAG, payload)), max_nbytes=ROOM)
-    assert (message.kind, message.view, message.tag) == (Kind.DATA, 7, TAG)
+    message = decode(received(encode(MessageKind.DATA, 7, TAG, payload)), max_nbytes=ROOM)
+    assert (message.kind, message.view, message.tag) == (MessageKind.DATA, 7, TAG)
     return message.payload
 
 
 small = st.lists(st.integers(0, 5), max_size=4)
-large = st.sampled_from([[INLINE], [INLINE + 1], [INLINE // 8], [3, INLINE], [2, 0, INLINE]])
+large = st.sampled_from(
+    [[INLINE_NBYTES], [INLINE_NBYTES + 1], [INLINE_NBYTES // 8], [3, INLINE_NBYTES], [2, 0, INLINE_NBYTES]]
+)
 tensors = st.builds(filled, small | large, st.sampled_from(DTYPES), st.integers(0, 2**32))
 trees = st.recursive(
     tensors, lambda parts: st.lists(parts, max_size=4).map(lambda p: Payload(tuple(p))), max_leaves=12
@@ -74,7 +76,9 @@ def test_payloads_come_back_bit_for_bit(payload: Payload) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (5, 7), (INLINE // 2 + 1,), (1,) * 8], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (1,), (3, 0, 2), (5, 7), (INLINE_NBYTES // 2 + 1,), (1,) * 8], ids=str
+)
 def test_every_dtype_and_kind_of_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = filled(shape, dtype)
     assert same_payload(round_trip(Payload((tensor, tensor))), Payload((tensor, tensor)))
@@ -83,47 +87,47 @@ def test_every_dtype_and_kind_of_shape(shape: tuple[int, ...], dtype: torch.dtyp
 def test_views_that_are_not_contiguous_and_need_a_gradient() -> None:
     base = torch.arange(12.0).reshape(3, 4).requires_grad_()
     for view in (base.T, base[:, 1::2], base[1:2].expand(5, 4), base[:1, ::2][:, :1], base[::2, 0][:1]):
-        (back,) = round_trip(Payload((view,))).tensors()
+        (back,) = round_trip(Payload((view,))).iter_tensors()
         assert same_bits(back, view.detach())
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_every_kind(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(MessageKind))
+def test_every_kind(kind: MessageKind) -> None:
     assert decode(received(encode(kind, 0, TAG, Payload(()))), max_nbytes=0).kind is kind
 
 
 def test_small_tensors_ride_in_the_header_and_large_ones_are_not_copied_to_be_sent() -> None:
-    little, big = filled([INLINE], torch.uint8), filled([INLINE + 1], torch.uint8)
-    head, body = encode(Kind.DATA, 0, TAG, Payload((little, big)))
+    little, big = filled([INLINE_NBYTES], torch.uint8), filled([INLINE_NBYTES + 1], torch.uint8)
+    head, body = encode(MessageKind.DATA, 0, TAG, Payload((little, big)))
     assert raw(little) in bytes(head)
     big[0] += 1
     assert bytes(body) == raw(big)
-    _, back = decode(received([head, body]), max_nbytes=ROOM).payload.tensors()
+    _, back = decode(received([head, body]), max_nbytes=ROOM).payload.iter_tensors()
     assert raw(back) == raw(big)
 
 
 def test_no_head_is_larger_than_a_piece() -> None:
-    little = filled([INLINE // 8 - 1], torch.float64)
+    little = filled([INLINE_NBYTES // 8 - 1], torch.float64)
     payload = Payload((*[little] * 100, filled([0, 7], torch.int8)))
-    frames = encode(Kind.DATA, 0, TAG, payload)
-    assert len(frames[0]) <= MOST_HEAD
+    frames = encode(MessageKind.DATA, 0, TAG, payload)
+    assert len(frames[0]) <= MAX_INLINE_HEAD_NBYTES
     assert len(frames) > 1
     assert same_payload(decode(received(frames), max_nbytes=ROOM).payload, payload)
 
 
 def test_more_tensors_than_fit_in_a_message_are_refused() -> None:
-    large, small = torch.zeros(INLINE + 1, dtype=torch.uint8), torch.zeros((1,) * 8)
+    large, small = torch.zeros(INLINE_NBYTES + 1, dtype=torch.uint8), torch.zeros((1,) * 8)
     for count, each in ((9, Payload((large,) * 32)), (8, Payload((small,) * 254))):
         with pytest.raises(ValueError, match="tensors is more than fits in a message"):
-            encode(Kind.DATA, 0, TAG, Payload((each,) * count))
+            encode(MessageKind.DATA, 0, TAG, Payload((each,) * count))
 
 
 @pytest.mark.parametrize("offset", range(8))
 def test_a_frame_may_begin_at_any_address(offset: int) -> None:
-    tensor = filled([INLINE], torch.float64)
-    head, body = encode(Kind.DATA, 0, TAG, Payload((tensor,)))
+    tensor = filled([INLINE_NBYTES], torch.float64)
+    head, body = encode(MessageKind.DATA, 0, TAG, Payload((tensor,)))
     shifted = memoryview(bytearray(offset) + bytearray(body))[offset:]
-    (back,) = decode([head, shifted], max_nbytes=ROOM).payload.tensors()
+    (back,) = decode([head, shifted], max_nbytes=ROOM).payload.iter_tensors()
     assert same_bits(back, tensor)
     assert back.data_ptr() % 8 == 0
 
@@ -138,14 +142,14 @@ def harmless(frames: Sequence[Any], room: int = ROOM) -> Payload | None:
     except WireError:
         return None
     assert payload.nbytes <= min(room, sum(len(frame) for frame in frames))
-    for tensor in payload.tensors():
+    for tensor in payload.iter_tensors():
         assert tensor.untyped_storage().nbytes() <= sum(map(len, frames))
     return payload
 
 
 @given(payloads, st.data())
 def test_every_truncation_is_refused(payload: Payload, data: st.DataObject) -> None:
-    frames = received(encode(Kind.DATA, 0, TAG, payload))
+    frames = received(encode(MessageKind.DATA, 0, TAG, payload))
     which = data.draw(st.integers(0, len(frames) - 1), label="frame")
     keep = data.draw(st.integers(0, len(frames[which]) - 1), label="bytes kept")
     cut = [*frames[:which], frames[which][:keep], *frames[which + 1 :]]
@@ -157,7 +161,7 @@ def test_every_truncation_is_refused(payload: Payload, data: st.DataObject) -> N
 
 @given(payloads, st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1, max_size=4))
 def test_flipped_bytes_are_harmless(payload: Payload, flips: list[tuple[int, int]]) -> None:
-    frames = received(encode(Kind.DATA, 0, TAG, payload))
+    frames = received(encode(MessageKind.DATA, 0, TAG, payload))
     for where, mask in flips:
         frames[0][where % len(frames[0])] ^= mask
     harmless(frames)
@@ -167,7 +171,7 @@ def test_each_single_flip_of_a_header() -> None:
     payload = Payload(
         (filled([3], torch.int16), Payload((filled([0, 2], torch.bool), filled([2000], torch.float32))))
     )
-    good = encode(Kind.DATA, 0, TAG, payload)
+    good = encode(MessageKind.DATA, 0, TAG, payload)
     for where in range(len(good[0])):
         for mask in (1, 0x80, 0xFF):
             frames = received(good)
@@ -219,7 +223,7 @@ def test_empty_tensors_of_absurd_dimensions_are_refused(shape: tuple[int, ...]) 
 def test_empty_tensors_may_be_long_the_other_way() -> None:
     shape = (2**24, 0, 2**24)
     head = headed(struct.pack("<4B3Q", 0xFF, 1, 0, len(shape), *shape))
-    (tensor,) = decode([head], max_nbytes=0).payload.tensors()
+    (tensor,) = decode([head], max_nbytes=0).payload.iter_tensors()
     assert tensor.shape == shape
 
 
@@ -261,10 +265,10 @@ def test_each_fault_is_refused(frames: list[bytes]) -> None:
         decode(frames, max_nbytes=ROOM)
 
 
-@pytest.mark.parametrize("numel", [100, INLINE])
+@pytest.mark.parametrize("numel", [100, INLINE_NBYTES])
 def test_the_whole_payload_counts_against_the_bound(numel: int) -> None:
     tensor = filled([numel], torch.float32)
-    frames = received(encode(Kind.DATA, 0, TAG, Payload((tensor, Payload((tensor,))))))
+    frames = received(encode(MessageKind.DATA, 0, TAG, Payload((tensor, Payload((tensor,))))))
     assert decode(frames, max_nbytes=2 * tensor.nbytes).payload.nbytes == 2 * tensor.nbytes
     with pytest.raises(WireError, match="where messages of this run have at most"):
         decode(frames, max_nbytes=2 * tensor.nbytes - 1)
@@ -273,22 +277,27 @@ def test_the_whole_payload_counts_against_the_bound(numel: int) -> None:
 # --- in virtual time ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [0, 8, INLINE, INLINE + 8, 10**6])
+@pytest.mark.parametrize("nbytes", [0, 8, INLINE_NBYTES, INLINE_NBYTES + 8, 10**6])
 def test_the_model_of_a_message_has_the_bytes_of_one(nbytes: int) -> None:
-    head, *rest = encode(Kind.DATA, 7, TAG, Payload((torch.zeros(nbytes, dtype=torch.uint8),)))
-    piece = framing.piece_nbytes(50e6)
+    head, *rest = encode(MessageKind.DATA, 7, TAG, Payload((torch.zeros(nbytes, dtype=torch.uint8),)))
+    piece = framing.compute_piece_nbytes(50e6)
     assert piece == 62_500
     plain = 8 + len(head) + sum(len(frame) + 21 * math.ceil(len(frame) / piece) for frame in rest)
-    assert framing.wire_nbytes(nbytes, piece, sealed=False) == plain
-    assert framing.wire_nbytes(nbytes, piece, sealed=True) == plain + 22 * math.ceil(plain / 16_384)
+    assert framing.compute_wire_nbytes(nbytes, piece, is_encrypted=False) == plain
+    assert framing.compute_wire_nbytes(nbytes, piece, is_encrypted=True) == plain + 22 * math.ceil(
+        plain / 16_384
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(1.0, 1e12)), min_size=1), st.booleans())
 def test_many_messages_are_modelled_as_one(messages: list[tuple[int, float]], sealed: bool) -> None:
-    pieces = [framing.piece_nbytes(bps) for _, bps in messages]
+    pieces = [framing.compute_piece_nbytes(bps) for _, bps in messages]
     assert all(1 << 14 <= piece <= 1 << 18 for piece in pieces)
     each = [
-        framing.wire_nbytes(n, piece, sealed=sealed) for (n, _), piece in zip(messages, pieces, strict=True)
+        framing.compute_wire_nbytes(n, piece, is_encrypted=sealed)
+        for (n, _), piece in zip(messages, pieces, strict=True)
     ]
-    together = framing.wire_nbytes(np.array([n for n, _ in messages]), np.array(pieces), sealed=sealed)
+    together = framing.compute_wire_nbytes(
+        np.array([n for n, _ in messages]), np.array(pieces), is_encrypted=sealed
+    )
     assert np.array_equal(together, each)

@@ -30,7 +30,7 @@ def put(folder: Path, train: bytes = TRAIN, test: bytes = TEST, suffix: str = ""
 def test_rows_and_labels(tmp_path: Path, suffix: str) -> None:
     found = put(tmp_path, suffix=suffix)
     assert found.names in (*a9a.SOURCE.layouts, tuple(file.name for file in a9a.SOURCE.files))
-    train, test = a9a.read(found, counts=(3, 2), above=(1, 2))
+    train, test = a9a.read(found, counts=(3, 2), num_positive=(1, 2))
     batch = train.take(torch.arange(3), train=True)
     assert batch.inputs.shape == (3, 123)
     assert batch.inputs.dtype == torch.float32
@@ -58,19 +58,19 @@ def test_rows_and_labels(tmp_path: Path, suffix: str) -> None:
 )
 def test_damaged_lines(tmp_path: Path, text: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        a9a.read(put(tmp_path, text), counts=(3, 2), above=(1, 2))
+        a9a.read(put(tmp_path, text), counts=(3, 2), num_positive=(1, 2))
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2"])
 def test_damaged_files(tmp_path: Path, suffix: str) -> None:
     found = put(tmp_path, suffix=suffix)
-    path = found.path(found.names[1])
+    path = found.get_path(found.names[1])
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"a9a\.t\..*truncated"):
-        a9a.read(found, counts=(3, 2), above=(1, 2))
+        a9a.read(found, counts=(3, 2), num_positive=(1, 2))
     path.write_bytes(b"something else")
     with pytest.raises(DataError, match=r"a9a\.t\..*cannot be read"):
-        a9a.read(found, counts=(3, 2), above=(1, 2))
+        a9a.read(found, counts=(3, 2), num_positive=(1, 2))
     path.unlink()
     with pytest.raises(DataError, match=r"a9a\.t\..*No such file"):
-        a9a.read(found, counts=(3, 2), above=(1, 2))
+        a9a.read(found, counts=(3, 2), num_positive=(1, 2))

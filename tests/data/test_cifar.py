@@ -18,16 +18,16 @@ from tests.data.test_source import pack
 
 def shrink(layout: Layout) -> Layout:
     """The layout with four records in each file."""
-    return dataclasses.replace(layout, records=(4, 4))
+    return dataclasses.replace(layout, num_records=(4, 4))
 
 
 def files(layout: Layout) -> dict[str, bytes]:
     """Files in the official format: record ``i`` of file ``f`` has class ``4 f + i`` and pixels that count up."""
     contents = {}
-    for number, name in enumerate(layout.files):
+    for number, name in enumerate(layout.checksums):
         records = b""
         for i in range(4):
-            label = (4 * number + i) % layout.classes
+            label = (4 * number + i) % layout.num_classes
             coarse = b"\x07" if layout.label_bytes == 2 else b""
             records += coarse + bytes([label]) + bytes((label + pixel) % 256 for pixel in range(3072))
         contents[name] = records
@@ -56,8 +56,8 @@ def test_official_format(tmp_path: Path, layout: Layout, packing: str) -> None:
     train, test = read(put(tmp_path, small, packing, files(small)), small)
     count = 4 * (len(small.md5) - 1)
     assert train.inputs.shape == (count, 3, 32, 32)
-    assert train.targets.tolist() == [i % layout.classes for i in range(count)]
-    assert test.targets.tolist() == [(count + i) % layout.classes for i in range(4)]
+    assert train.targets.tolist() == [i % layout.num_classes for i in range(count)]
+    assert test.targets.tolist() == [(count + i) % layout.num_classes for i in range(4)]
     assert train.labels is not None
     assert torch.equal(train.labels, train.targets)
     wanted = (3 + torch.arange(3072)).remainder(256).to(torch.uint8).reshape(3, 32, 32)
@@ -103,7 +103,7 @@ def test_altered_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_real_set() -> None:
     try:
-        found = find(catalog.source_named("cifar-10"))
+        found = find(catalog.lookup_source("cifar-10"))
     except DataError as error:
         pytest.skip(str(error))
     if found is None:

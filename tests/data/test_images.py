@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farflung.data import TensorDataset
-from farflung.data.images import Chain, Normalize, RandomFlip, RandomShift
+from farflung.data.images import Compose, Normalize, RandomFlip, RandomShift
 from farflung.errors import DataError
 
 IMAGES = torch.arange(1, 1 + 64 * 2 * 5 * 4).reshape(64, 2, 5, 4).remainder(255).to(torch.uint8)
@@ -49,7 +49,7 @@ def test_normalize() -> None:
 
 def test_augmentation_comes_before_scaling() -> None:
     data = TensorDataset(
-        IMAGES, torch.zeros(64), transform=lambda x: x.float() * 2, augment=Chain(lambda x: x + 1)
+        IMAGES, torch.zeros(64), transform=lambda x: x.float() * 2, augment=Compose(lambda x: x + 1)
     )
     ids = torch.tensor([3, 1])
     assert torch.equal(data.take(ids, train=True).inputs, (IMAGES[ids] + 1).float() * 2)

@@ -23,12 +23,12 @@ from farflung.devices import DeviceProfile
 from farflung.errors import CheckpointError, ConfigError, PeerLost, ProtocolError
 from farflung.faults import FaultPlan
 from farflung.loop import Checkpoints, Replica
-from farflung.recipes import recipe
-from farflung.sampling import Uniform
+from farflung.recipes import parse_recipe
+from farflung.sampling import UniformSampler
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.streams import RateLimited
 from farflung.telemetry import Event, Telemetry
-from farflung.types import Moved, Payload, SampleIds, Tag
+from farflung.types import Payload, SampleBatch, SampleIds, Tag
 from farflung.workloads import Quadratic
 from tests.carrying import Carrying
 from tests.pool import digest
@@ -92,20 +92,22 @@ class Resharded:
             device=device,
             faults=plan,
         )
-        shares = shares or IID().split(work.datasets()[0], size, seed=3)
-        chosen = recipe("synchronous").but(**{"sharing": PLAIN, "sampler": Carrying, **members})
+        shares = shares or IID().split(work.load_datasets()[0], size, seed=3)
+        chosen = parse_recipe("synchronous").with_members(
+            **{"sharing": PLAIN, "sampler": Carrying, **members}
+        )
         self.events: list[list[Event]] = [[] for _ in range(size)]
         self.replicas = [
             Replica(
                 runtime,
                 work,
                 Training(steps, 4, 0.05, momentum=0.5, seed=3, checkpoint_every=3),
-                chosen.parts(3, rank),
+                chosen.build_components(3, rank),
                 Telemetry(rank, self.events[rank].append, self.world.injector),
-                None if folder is None else Checkpoints(folder, rank, size, leader=rank == 0),
-                lambda: stop is not None and self.replicas[0].step_done >= stop,
+                None if folder is None else Checkpoints(folder, rank, size, is_leader=rank == 0),
+                lambda: stop is not None and self.replicas[0].completed_steps >= stop,
                 shares[rank],
-                trace=True,
+                should_trace=True,
             )
             for rank, runtime in enumerate(self.world.runtimes)
         ]
@@ -125,7 +127,7 @@ class Resharded:
             yield self.held()
 
     def resumed(self) -> Resharded:
-        step = Checkpoints(self.folder(), 0, len(self.replicas), leader=False).newest()
+        step = Checkpoints(self.folder(), 0, len(self.replicas), is_leader=False).find_newest()
         for replica in self.replicas:
             replica.resume(step)
         return self.run()
@@ -137,8 +139,8 @@ class Resharded:
     def held(self) -> list[list[int]]:
         found = []
         for replica in self.replicas:
-            assert isinstance(replica._train, Holding)
-            found.append(replica._train.ids.tolist())
+            assert isinstance(replica._train_set, Holding)
+            found.append(replica._train_set.ids.tolist())
         return found
 
     def ends(self) -> list[Any]:
@@ -147,7 +149,7 @@ class Resharded:
             (
                 digest(dict(replica.model.state_dict())),
                 ids,
-                plain(replica.parts.sampler.state_dict()),
+                plain(replica.components.sampler.state_dict()),
                 replica.sent_nbytes,
                 [sent_to(events, kind) for kind in ("gradients", "sharing")],
             )
@@ -214,13 +216,13 @@ def test_unlike_shares_keep_their_sizes() -> None:
 
 def test_one_replica_keeps_its_samples() -> None:
     run = Resharded(1).run()
-    assert run.held() == [IID().split(Quadratic(samples=SAMPLES).datasets()[0], 1, seed=3)[0].tolist()]
+    assert run.held() == [IID().split(Quadratic(samples=SAMPLES).load_datasets()[0], 1, seed=3)[0].tolist()]
     assert run.summaries[0].bytes_sent == 0
 
 
 def test_what_is_known_goes_along_as_it_was_when_the_round_began() -> None:
     run = Resharded(2)
-    own, other = (replica.parts.sampler for replica in run.replicas)
+    own, other = (replica.components.sampler for replica in run.replicas)
     assert isinstance(own, Carrying)
     assert isinstance(other, Carrying)
     found = run.watched()
@@ -304,10 +306,10 @@ def swaps_of(run: Resharded, ahead: list[Ahead] | None = None) -> list[Sent]:
     swapping: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     under_way: dict[tuple[int, Tag], tuple[float, float, int]] = {}
     free_s: dict[tuple[int, int], float] = defaultdict(float)
-    carry = run.world.network.carry
+    carry = run.world.network.send
 
     def noted(src: int, dst: int, tag: Tag, payload: Payload, priority: int = 0) -> Any:
-        now = run.world.clock.now()
+        now = run.world.clock.time()
         behind = max(now, free_s[src, dst])
         free_s[src, dst] = behind + 8 * payload.nbytes / run.bandwidth_bps
         if tag.exchange >> 56 == Purpose.SHARING:
@@ -322,12 +324,12 @@ def swaps_of(run: Resharded, ahead: list[Ahead] | None = None) -> list[Sent]:
         def arrived(src: int, tag: Tag, payload: Payload, view: int) -> None:
             if (src, tag) in under_way:
                 began_s, behind_s, nbytes = under_way.pop((src, tag))
-                found.append(Sent(src, began_s, behind_s, run.world.clock.now(), nbytes))
+                found.append(Sent(src, began_s, behind_s, run.world.clock.time(), nbytes))
             deliver(src, tag, payload, view)
 
         return arrived
 
-    run.world.network.carry = noted  # type: ignore[method-assign]
+    run.world.network.send = noted  # type: ignore[method-assign]
     for mailbox in run.world.network.mailboxes:
         mailbox.deliver = noting(mailbox.deliver)  # type: ignore[method-assign]
     return found
@@ -441,7 +443,7 @@ def test_the_gate_has_something_to_hold_back() -> None:
     """Otherwise the test above would show nothing."""
     run = Resharded(steps=40, sharing=LONG)
     for replica in run.replicas:
-        replica.engine.gate.shut = lambda: None  # type: ignore[method-assign]
+        replica.engine.gate.close = lambda: None  # type: ignore[method-assign]
     sent = swaps_of(run)
     run.run()
     windows = [aggregations(events) for events in run.events]
@@ -475,7 +477,7 @@ def undisturbed(**members: Any) -> tuple[list[Any], float]:
 
 def under_way(kept: Checkpoints) -> bool:
     """Whether the newest checkpoint holds a round."""
-    _, own = kept.load(kept.newest())
+    _, own = kept.load(kept.find_newest())
     return bool(own["extensions"]["ownership"]["round"])
 
 
@@ -502,8 +504,8 @@ def test_after_a_hundred_crashes_each_sample_is_held_once(tmp_path: Path, sample
         with pytest.raises(PeerLost):
             crashed.run()
         again = Resharded(folder=folder, sampler=sampler)
-        kept = Checkpoints(folder, 0, 4, leader=False)
-        begun = bool(kept.complete())
+        kept = Checkpoints(folder, 0, 4, is_leader=False)
+        begun = bool(kept.list_complete())
         with_a_round += begun and under_way(kept)
         again.resumed() if begun else again.run()
         assert once(again.held())
@@ -516,7 +518,7 @@ def test_after_a_hundred_crashes_each_sample_is_held_once(tmp_path: Path, sample
 def test_who_is_stopped_goes_on_as_if_nothing_had_been(tmp_path: Path, stop: int, schedule: str) -> None:
     ends, _ = undisturbed(schedule=schedule)
     first = Resharded(folder=tmp_path, stop=stop, schedule=schedule).run()
-    assert first.summaries[0].stopped
+    assert first.summaries[0].is_stopped
     for events in first.events:
         total = sum(sent_to(events, "gradients")) + sum(sent_to(events, "sharing"))
         assert total == events[-1]["bytes_sent_per_replica"], "without exchanges that were under way"
@@ -531,7 +533,7 @@ def test_who_is_stopped_goes_on_as_if_nothing_had_been(tmp_path: Path, stop: int
 
 def test_a_checkpoint_belongs_to_the_share_that_a_run_began_with(tmp_path: Path) -> None:
     Resharded(folder=tmp_path).run()
-    other = IID().split(Quadratic(samples=SAMPLES).datasets()[0], 4, seed=4)
+    other = IID().split(Quadratic(samples=SAMPLES).load_datasets()[0], 4, seed=4)
     with pytest.raises(CheckpointError, match="another share of the data"):
         Resharded(folder=tmp_path, shares=other, steps=30).resumed()
 
@@ -549,11 +551,11 @@ def test_samples_that_have_moved_are_not_forgotten(tmp_path: Path, before: str, 
 @pytest.mark.parametrize("id_", [-1, SAMPLES])
 def test_what_is_no_sample_of_the_training_set_is_refused(id_: int) -> None:
     run = Resharded(2)
-    sharing = run.replicas[1].parts.sharing
+    sharing = run.replicas[1].components.sharing
     assert isinstance(sharing, Resharding)
     swap = sharing.swap
 
-    async def wrong(*arguments: Any) -> Moved:
+    async def wrong(*arguments: Any) -> SampleBatch:
         came = await swap(*arguments)
         return replace(came, ids=torch.full_like(came.ids, id_))
 
@@ -565,10 +567,10 @@ def test_what_is_no_sample_of_the_training_set_is_refused(id_: int) -> None:
 
 
 def test_samples_that_come_and_go_have_no_owner() -> None:
-    chosen = recipe("synchronous").but(sharing=PLAIN, sampler=Carrying, stream="rate(20)")
+    chosen = parse_recipe("synchronous").with_members(sharing=PLAIN, sampler=Carrying, stream="rate(20)")
     with pytest.raises(ConfigError, match=r"leave out one of --sharing and --stream"):
-        chosen.parts(3)
-    parts = recipe("synchronous").but(sharing=PLAIN, sampler=Carrying).parts(3)
+        chosen.build_components(3)
+    parts = parse_recipe("synchronous").with_members(sharing=PLAIN, sampler=Carrying).build_components(3)
     with pytest.raises(ConfigError, match="those of stream RateLimited come and go"):
         replace(parts, stream=RateLimited(20.0))
     assert isinstance(parts.stream, InMemory)
@@ -578,15 +580,15 @@ def test_a_sampler_that_knows_nothing_cannot_choose() -> None:
     with pytest.raises(
         ConfigError, match=r"Uniform knows nothing: choose another --sampler, or .*by='uniform'"
     ):
-        recipe("synchronous").but(sharing="resharding").parts(3)
-    parts = recipe("synchronous").but(sharing="resharding(by='uniform')").parts(3)
-    assert isinstance(parts.sampler, Uniform)
-    assert parts.hold_shares
-    assert not recipe("synchronous").parts(3).hold_shares
+        parse_recipe("synchronous").with_members(sharing="resharding").build_components(3)
+    parts = parse_recipe("synchronous").with_members(sharing="resharding(by='uniform')").build_components(3)
+    assert isinstance(parts.sampler, UniformSampler)
+    assert parts.needs_shares
+    assert not parse_recipe("synchronous").build_components(3).needs_shares
 
 
 def test_samples_of_all_have_no_owner() -> None:
     world = VirtualWorld(1)
-    parts = recipe("synchronous").but(sharing=PLAIN, sampler=Carrying).parts(3)
+    parts = parse_recipe("synchronous").with_members(sharing=PLAIN, sampler=Carrying).build_components(3)
     with pytest.raises(ConfigError, match="give each a share"):
         Replica(world.runtimes[0], Quadratic(), Training(5, 4, 0.05), parts, Telemetry(0))

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farflung.data import PARTITIONS, Dirichlet, Labels, Partition, Share, Subset, TensorDataset, describe
+from farflung.data import (
+    PARTITIONS,
+    Dirichlet,
+    Labels,
+    Partition,
+    Share,
+    Subset,
+    TensorDataset,
+    describe_parts,
+)
 from farflung.errors import ConfigError, DataError
 
 LABELS = torch.arange(1000) % 10
@@ -28,7 +37,7 @@ def of(labels: Tensor | None = LABELS, count: int = 1000) -> TensorDataset:
 
 
 def shares(how: Partition, parts: int, labels: Tensor = LABELS) -> list[Share]:
-    return describe(how.split(of(labels), parts), labels)
+    return describe_parts(how.split(of(labels), parts), labels)
 
 
 def test_every_way_is_tried() -> None:
@@ -109,7 +118,7 @@ def test_what_cannot_work_is_refused(make: object, says: str) -> None:
 
 
 def test_without_classes_sizes_alone_are_described() -> None:
-    assert describe(EACH["iid"].split(of(None, 5), 2)) == [Share(3, ()), Share(2, ())]
+    assert describe_parts(EACH["iid"].split(of(None, 5), 2)) == [Share(3, ()), Share(2, ())]
 
 
 def test_a_subset_is_a_data_set() -> None:

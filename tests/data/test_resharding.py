@@ -14,9 +14,9 @@ from farflung.comm import ExchangeChannel
 from farflung.data import Resharding, TensorDataset
 from farflung.engine.gate import LinkGate
 from farflung.errors import ConfigError, ProtocolError
-from farflung.sampling import Uniform
+from farflung.sampling import UniformSampler
 from farflung.sim import LinkModel, VirtualWorld
-from farflung.types import Moved, Payload, Runtime
+from farflung.types import Payload, Runtime, SampleBatch
 from tests.carrying import Carrying
 from tests.helpers import same_bits
 
@@ -29,13 +29,13 @@ LINK = LinkModel(latency_s=0.25, bandwidth_bps=8.0 * SAMPLE_NBYTES)
 """On which a sample leaves in a second."""
 
 
-def moved(*ids: int, scores: bool = True) -> Moved:
+def moved(*ids: int, scores: bool = True) -> SampleBatch:
     found = torch.tensor(ids)
-    return Moved(found, WHOLE.rows(found), found / 2 if scores else None)
+    return SampleBatch(found, WHOLE.get_rows(found), found / 2 if scores else None)
 
 
 def always_open(runtime: Runtime) -> LinkGate:
-    return LinkGate(runtime, lambda: False, overlaps=False)
+    return LinkGate(runtime, lambda: False, has_overlap=False)
 
 
 class Pair:
@@ -46,23 +46,23 @@ class Pair:
         self.runtimes = self.world.runtimes
         self.channels = [ExchangeChannel(runtime.comm, 1, 0) for runtime in self.runtimes]
         self.sent: list[list[tuple[float, float, int]]] = [[], []]
-        carry = self.world.network.carry
+        carry = self.world.network.send
 
         def noted(src: int, dst: int, tag: Any, payload: Payload, priority: int = 0) -> Any:
-            began = self.world.clock.now()
+            began = self.world.clock.time()
             left = carry(src, dst, tag, payload, priority)
             arrives = began + LINK.latency_s + payload.nbytes / SAMPLE_NBYTES
             self.sent[src].append((began, arrives, payload.nbytes))
             return left
 
-        self.world.network.carry = noted  # type: ignore[method-assign]
+        self.world.network.send = noted  # type: ignore[method-assign]
 
     def swap(
         self,
-        given: list[Moved],
+        given: list[SampleBatch],
         make_gate: Callable[[Runtime], LinkGate] = always_open,
         **options: Any,
-    ) -> list[Moved]:
+    ) -> list[SampleBatch]:
         sharing = Resharding(5, **options)
         gates = [make_gate(runtime) for runtime in self.runtimes]
         return self.world.run(
@@ -79,8 +79,8 @@ def test_each_has_one_partner_and_one_of_an_odd_number_rests(size: int) -> None:
     met = Counter[frozenset[int]]()
     rested = Counter[int]()
     for step in range(200):
-        partners = [sharing.partner(step, rank, size) for rank in range(size)]
-        assert partners == [Resharding(3).partner(step, rank, size) for rank in range(size)]
+        partners = [sharing.find_partner(step, rank, size) for rank in range(size)]
+        assert partners == [Resharding(3).find_partner(step, rank, size) for rank in range(size)]
         for rank, other in enumerate(partners):
             assert other != rank
             if other is not None:
@@ -95,29 +95,29 @@ def test_each_has_one_partner_and_one_of_an_odd_number_rests(size: int) -> None:
 
 def test_rounds_begin_and_end_at_steps_that_are_known() -> None:
     plain, prompt = Resharding(0, every=5), Resharding(0, every=5, within=2)
-    assert [step for step in range(16) if plain.begins(step)] == [5, 10, 15]
-    assert (plain.due_step(5), prompt.due_step(5)) == (10, 7)
+    assert [step for step in range(16) if plain.should_begin(step)] == [5, 10, 15]
+    assert (plain.get_due_step(5), prompt.get_due_step(5)) == (10, 7)
 
 
 def test_samples_are_chosen_at_random_by_the_baseline() -> None:
     sharing = Resharding(1, samples=4, by="uniform")
-    assert not sharing.by_importance
+    assert not sharing.needs_scores
     chosen = [
-        sharing.outgoing(9, Uniform(0), step=step, rank=rank).tolist()
+        sharing.choose_outgoing(9, UniformSampler(0), step=step, rank=rank).tolist()
         for step in range(50)
         for rank in (0, 1)
     ]
     assert all(len(set(each)) == 4 for each in chosen)
     assert {place for each in chosen for place in each} == set(range(9))
     assert len({tuple(each) for each in chosen}) > 90, "by step and by rank"
-    assert sorted(sharing.outgoing(3, Uniform(0), step=0, rank=0).tolist()) == [0, 1, 2]
+    assert sorted(sharing.choose_outgoing(3, UniformSampler(0), step=0, rank=0).tolist()) == [0, 1, 2]
 
 
 def test_samples_are_chosen_by_what_the_sampler_knows() -> None:
     sampler, sharing = Carrying(0), Resharding(1, samples=3)
     sampler.known = torch.tensor([0.0, 5.0, 1.0, 7.0, 6.0])
-    assert sharing.by_importance
-    orders = {tuple(sharing.outgoing(5, sampler, step=step, rank=0).tolist()) for step in range(30)}
+    assert sharing.needs_scores
+    orders = {tuple(sharing.choose_outgoing(5, sampler, step=step, rank=0).tolist()) for step in range(30)}
     assert {frozenset(order) for order in orders} == {frozenset({1, 3, 4})}
     assert len(orders) > 1, "the smaller of two shares cuts the list, which must not go by groups"
 
@@ -161,17 +161,17 @@ def test_pieces_are_no_larger_than_said_and_each_is_answered(piece: int, sizes: 
     assert [began_s for began_s, _, _ in asked[1:]] == pytest.approx(
         [there_s for _, there_s, _ in answered[:-1]]
     )
-    assert pair.world.clock.now() == pytest.approx(2 * (0.25 + 8 / SAMPLE_NBYTES + 5 + 0.25 * len(sizes)))
+    assert pair.world.clock.time() == pytest.approx(2 * (0.25 + 8 / SAMPLE_NBYTES + 5 + 0.25 * len(sizes)))
 
 
 def test_who_was_held_up_sends_one_piece_and_not_two() -> None:
     pair = Pair()
 
     def timed(runtime: Runtime) -> LinkGate:
-        gate = LinkGate(runtime, lambda: True, overlaps=False)
+        gate = LinkGate(runtime, lambda: True, has_overlap=False)
         if runtime.comm.rank == 1:
-            pair.world.clock.at(2.0, gate.shut)
-            pair.world.clock.at(30.0, gate.open)
+            pair.world.clock.call_at(2.0, gate.close)
+            pair.world.clock.call_at(30.0, gate.release)
         return gate
 
     pair.swap([moved(3, 1, 4, 15, 9), moved(26, 5, 28, 0, 7)], timed, piece_nbytes=1)
@@ -188,7 +188,7 @@ def test_beside_exchanges_samples_are_on_the_link_for_a_share_of_the_time(
     pair = Pair()
     pair.swap(
         [moved(*range(8)), moved(*range(8, 16))],
-        lambda runtime: LinkGate(runtime, lambda: under_way, overlaps=True),
+        lambda runtime: LinkGate(runtime, lambda: under_way, has_overlap=True),
         piece_nbytes=SAMPLE_NBYTES,
         share=share,
     )
@@ -214,7 +214,7 @@ def test_a_partner_that_sends_something_else_is_refused(messages: list[torch.Ten
 
     async def other() -> None:
         for message in messages:
-            pair.channels[1].send(Payload((message,)), 0, pair.channels[1].hops(1))
+            pair.channels[1].send(Payload((message,)), 0, pair.channels[1].reserve_hops(1))
 
     swap = Resharding(0).swap(pair.channels[0], 1, moved(1, 2), always_open(pair.runtimes[0]))
     with pytest.raises(ProtocolError, match=says):

@@ -32,7 +32,7 @@ def test_shakespeare(tmp_path: Path) -> None:
 def test_windows_may_begin_at_any_character(tmp_path: Path) -> None:
     text = "".join(shakespeare.SYMBOLS[place % 65] for place in range(200))
     (tmp_path / "input.txt").write_text(text)
-    train, test = shakespeare.read(Location(tmp_path, ("input.txt",), "folder"), length=8, every=1)
+    train, test = shakespeare.read(Location(tmp_path, ("input.txt",), "folder"), length=8, stride=1)
     assert len(train) == 180 - 8
     assert len(test) == (20 - 1) // 8
     assert train.inputs.untyped_storage().nbytes() == 180

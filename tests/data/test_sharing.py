@@ -40,17 +40,17 @@ def shared(sharing: Sharing, counts: list[int], step: int = 0) -> tuple[list[Bat
 def test_nothing_leaves() -> None:
     sharing: Sharing = NoSharing()
     found, sent = shared(sharing, [2, 3])
-    assert not sharing.data_leaves_device
-    assert not any(sharing.due(step) for step in range(100))
+    assert not sharing.has_data_transfers
+    assert not any(sharing.is_due(step) for step in range(100))
     assert [len(batch) for batch in found] == [2, 3]
     assert sent == [0, 0]
 
 
 def test_senders_are_drawn_anew_for_each_step_and_alike_on_all() -> None:
     sharing, other = Injection(3, alpha=0.3), Injection(4, alpha=0.3)
-    drawn = [sharing.senders(step, 10) for step in range(200)]
-    assert drawn == [Injection(3, alpha=0.3).senders(step, 10) for step in range(200)]
-    assert drawn != [other.senders(step, 10) for step in range(200)]
+    drawn = [sharing.choose_senders(step, 10) for step in range(200)]
+    assert drawn == [Injection(3, alpha=0.3).choose_senders(step, 10) for step in range(200)]
+    assert drawn != [other.choose_senders(step, 10) for step in range(200)]
     assert {len(senders) for senders in drawn} == {3}
     often = Counter(rank for senders in drawn for rank in senders)
     assert len(often) == 10
@@ -58,14 +58,16 @@ def test_senders_are_drawn_anew_for_each_step_and_alike_on_all() -> None:
 
 
 def test_so_many_send() -> None:
-    counts = {alpha: len(Injection(0, alpha=alpha).senders(7, 10)) for alpha in (0.05, 0.1, 0.25, 0.5, 1.0)}
+    counts = {
+        alpha: len(Injection(0, alpha=alpha).choose_senders(7, 10)) for alpha in (0.05, 0.1, 0.25, 0.5, 1.0)
+    }
     assert counts == {0.05: 1, 0.1: 1, 0.25: 3, 0.5: 5, 1.0: 10}
 
 
 @pytest.mark.parametrize("beta", [0.25, 0.5, 1.0])
 def test_all_train_on_their_own_rows_and_on_what_the_senders_sent(beta: float) -> None:
     sharing, counts = Injection(5, alpha=0.5, beta=beta), [8, 3, 12, 5]
-    senders = sharing.senders(0, 4)
+    senders = sharing.choose_senders(0, 4)
     found, sent = shared(sharing, counts)
     for rank, batch in enumerate(found):
         parts = [rows(rank, counts[rank])]
@@ -86,10 +88,10 @@ def test_one_replica_sends_to_nobody() -> None:
 
 
 def test_batches_can_be_kept() -> None:
-    assert Injection(0).own(32, 16) == 32
+    assert Injection(0).get_local_batch_size(32, 16) == 32
     sharing = Injection(0, keep_batch=True)
-    assert sharing.own(32, 16) == round(32 / 5)
-    assert sharing.own(1, 16) == 1
+    assert sharing.get_local_batch_size(32, 16) == round(32 / 5)
+    assert sharing.get_local_batch_size(1, 16) == 1
 
 
 def test_samples_of_another_kind_are_refused() -> None:
@@ -100,7 +102,7 @@ def test_samples_of_another_kind_are_refused() -> None:
 
     async def other() -> None:
         channels[1].send(
-            Payload((torch.zeros(2, 3), torch.zeros(2, dtype=torch.uint8))), 0, channels[1].hops(1)
+            Payload((torch.zeros(2, 3), torch.zeros(2, dtype=torch.uint8))), 0, channels[1].reserve_hops(1)
         )
 
     with pytest.raises(ProtocolError, match="rank 1 sent samples of another kind"):

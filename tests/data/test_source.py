@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from farflung.data import catalog, locate
-from farflung.data.source import File, Source, find, members, read_members, verify
+from farflung.data.source import File, Source, find, iter_members, read_members, verify
 from farflung.errors import ConfigError, DataError, UnknownName
 
 TOY = Source(
@@ -69,7 +69,7 @@ def test_an_unfinished_download_counts_as_nothing(places: tuple[Path, Path]) -> 
 
 
 def test_packaged_only_when_asked_or_alone(places: tuple[Path, Path]) -> None:
-    fashion = catalog.source_named("fashion-mnist")
+    fashion = catalog.lookup_source("fashion-mnist")
     assert locate(fashion).kind == "packaged"
     with pytest.raises(DataError, match="farflung data fetch fashion-mnist"):
         locate(fashion, "full")
@@ -104,7 +104,7 @@ def test_verify(tmp_path: Path) -> None:
 
 
 def test_catalog(places: tuple[Path, Path]) -> None:
-    rows = {row.source.name: row for row in catalog.entries()}
+    rows = {row.source.name: row for row in catalog.list_entries()}
     assert list(rows) == sorted(catalog.CATALOG)
     fashion = rows["fashion-mnist"]
     assert fashion.location is not None
@@ -118,19 +118,19 @@ def test_catalog(places: tuple[Path, Path]) -> None:
         for file in row.source.files:
             assert file.url
     put(places[0] / "fashion-mnist", fashion.source.files[0].name)
-    (broken,) = (row for row in catalog.entries() if row.source.name == "fashion-mnist")
+    (broken,) = (row for row in catalog.list_entries() if row.source.name == "fashion-mnist")
     assert broken.location is None
-    assert "incomplete" in broken.trouble
+    assert "incomplete" in broken.problem
     with pytest.raises(UnknownName, match="unknown data set 'x'"):
-        catalog.source_named("x")
+        catalog.lookup_source("x")
 
 
 def test_a_data_set_that_a_module_declares() -> None:
-    assert catalog.source_named("tests.data.test_source:TOY").title == "two files"
+    assert catalog.lookup_source("tests.data.test_source:TOY").title == "two files"
     with pytest.raises(
         ConfigError, match=r"data set 'tests\.data\.test_source:put' is function, not a farflung"
     ):
-        catalog.source_named("tests.data.test_source:put")
+        catalog.lookup_source("tests.data.test_source:put")
 
 
 # --- archives -------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def pack(path: Path, files: dict[str, bytes], mode: str = "w:gz") -> Path:
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
 def test_members(tmp_path: Path, mode: str) -> None:
     path = pack(tmp_path / "a.tar", {"./x/1": b"one", "x/2": b"", "y/3": b"three"}, mode)
-    assert list(members(path, lambda name: name != "y/3")) == [("x/1", b"one"), ("x/2", b"")]
+    assert list(iter_members(path, lambda name: name != "y/3")) == [("x/1", b"one"), ("x/2", b"")]
     assert read_members(path, ["y/3", "x/1"]) == [b"three", b"one"]
     with pytest.raises(DataError, match="no x/4 in it"):
         read_members(path, ["x/1", "x/4"])
@@ -172,6 +172,6 @@ def test_not_an_archive_and_absent(tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
     path.write_bytes(b"hello" * 1000)
     with pytest.raises(DataError, match="not a tar archive"):
-        list(members(path, bool))
+        list(iter_members(path, bool))
     with pytest.raises(DataError, match="No such file"):
-        list(members(tmp_path / "b", bool))
+        list(iter_members(tmp_path / "b", bool))

@@ -11,52 +11,56 @@ from torch import nn
 from farflung.devices import (
     DEVICES,
     DeviceProfile,
-    Layer,
+    LayerProfile,
     Moment,
-    Occasional,
-    Scheduled,
-    Varying,
-    device_profile,
-    saved_nbytes,
-    training_nbytes,
+    OccasionalStraggler,
+    ScheduledStraggler,
+    VaryingStraggler,
+    estimate_training_nbytes,
+    find_device,
+    measure_saved_nbytes,
 )
 from farflung.errors import ConfigError, UnknownName
-from farflung.noise import uniform, uniform_row
+from farflung.noise import draw_uniform, draw_uniform_array
 from farflung.types import Cost
 
-NOW = Moment(seed=1, rank=0, step=1, now_s=0.0)
+NOW = Moment(seed=1, rank=0, step=1, time_s=0.0)
 
 
 def test_seconds_by_kind() -> None:
     device = DeviceProfile("d", 0.5, optimizer_s=0.25, slowdown=2.0, step_s=0.125)
     costs = [Cost("forward", 3), Cost("backward", 3), Cost("evaluate", 3), Cost("score", 3)]
-    assert [device.seconds(cost, NOW) for cost in costs] == [3.25, 6.0, 3.0, 3.0]
-    assert device.seconds(Cost("optimizer", 0), NOW) == 0.5
-    assert device.seconds(Cost("other", 5), NOW) == 0.0
-    assert DeviceProfile(forward_s=0.5, backward_s=0.75).seconds(Cost("backward", 2), NOW) == 1.5
+    assert [device.compute_seconds(cost, NOW) for cost in costs] == [3.25, 6.0, 3.0, 3.0]
+    assert device.compute_seconds(Cost("optimizer", 0), NOW) == 0.5
+    assert device.compute_seconds(Cost("other", 5), NOW) == 0.0
+    assert DeviceProfile(forward_s=0.5, backward_s=0.75).compute_seconds(Cost("backward", 2), NOW) == 1.5
 
 
 def test_layers_add_up() -> None:
-    device = DeviceProfile(layers=(Layer(4, 0.5, 1.0), Layer(0, 0.25, 0.5), Layer(6, 1.0, 2.5)))
-    assert device.seconds(Cost("forward", 2), NOW) == 3.5
-    assert device.seconds(Cost("backward", 2), NOW) == 8.0
+    device = DeviceProfile(
+        layers=(LayerProfile(4, 0.5, 1.0), LayerProfile(0, 0.25, 0.5), LayerProfile(6, 1.0, 2.5))
+    )
+    assert device.compute_seconds(Cost("forward", 2), NOW) == 3.5
+    assert device.compute_seconds(Cost("backward", 2), NOW) == 8.0
 
 
 def test_buckets_are_ready_with_their_layers() -> None:
     # Backwards: 6 parameters by 2.5, none by 3.0, 4 by 4.0 of 4 seconds.
-    device = DeviceProfile(layers=(Layer(4, 0.5, 1.0), Layer(0, 0.25, 0.5), Layer(6, 1.0, 2.5)))
-    assert device.ready_at([0, 1], [6, 4]) == [2.5 / 4, 1.0]
-    assert device.ready_at([0, 1], [3, 7]) == [2.5 / 4, 1.0]  # a layer is through as a whole
-    assert device.ready_at([0, 1, 2], [6, 1, 3]) == [2.5 / 4, 1.0, 1.0]
-    assert device.ready_at([1, 0], [6, 4]) == [1.0, 1.0]  # never before one that filled earlier
-    assert device.ready_at([0, 1], []) == [0.5, 1.0]
-    assert DeviceProfile().ready_at([2, 0, 1], [1, 1, 1]) == [1 / 3, 2 / 3, 1.0]
-    assert DeviceProfile(layers=(Layer(3, 1.0, 0.0),)).ready_at([0], [3]) == [0.0]
+    device = DeviceProfile(
+        layers=(LayerProfile(4, 0.5, 1.0), LayerProfile(0, 0.25, 0.5), LayerProfile(6, 1.0, 2.5))
+    )
+    assert device.compute_ready_shares([0, 1], [6, 4]) == [2.5 / 4, 1.0]
+    assert device.compute_ready_shares([0, 1], [3, 7]) == [2.5 / 4, 1.0]  # a layer is through as a whole
+    assert device.compute_ready_shares([0, 1, 2], [6, 1, 3]) == [2.5 / 4, 1.0, 1.0]
+    assert device.compute_ready_shares([1, 0], [6, 4]) == [1.0, 1.0]  # never before one that filled earlier
+    assert device.compute_ready_shares([0, 1], []) == [0.5, 1.0]
+    assert DeviceProfile().compute_ready_shares([2, 0, 1], [1, 1, 1]) == [1 / 3, 2 / 3, 1.0]
+    assert DeviceProfile(layers=(LayerProfile(3, 1.0, 0.0),)).compute_ready_shares([0], [3]) == [0.0]
 
 
 def test_layers_of_another_model() -> None:
     with pytest.raises(ConfigError, match="they have 4 parameters, and the model has 5"):
-        DeviceProfile(layers=(Layer(4, 1.0, 1.0),)).ready_at([0], [5])
+        DeviceProfile(layers=(LayerProfile(4, 1.0, 1.0),)).compute_ready_shares([0], [5])
 
 
 # --- stragglers -------------------------------------------------------------------------------------------------
@@ -67,44 +71,48 @@ def moments(count: int, rank: int = 0, seed: int = 1) -> list[Moment]:
 
 
 def test_occasional() -> None:
-    slow = [Occasional(0.25, 4.0).slowdown(moment) for moment in moments(4000)]
+    slow = [OccasionalStraggler(0.25, 4.0).compute_slowdown(moment) for moment in moments(4000)]
     assert set(slow) == {1.0, 4.0}
     assert slow.count(4.0) / 4000 == pytest.approx(0.25, abs=0.03)
-    assert slow == [Occasional(0.25, 4.0).slowdown(moment) for moment in moments(4000)]
-    assert slow != [Occasional(0.25, 4.0).slowdown(moment) for moment in moments(4000, rank=1)]
-    assert slow != [Occasional(0.25, 4.0).slowdown(moment) for moment in moments(4000, seed=2)]
+    assert slow == [OccasionalStraggler(0.25, 4.0).compute_slowdown(moment) for moment in moments(4000)]
+    assert slow != [
+        OccasionalStraggler(0.25, 4.0).compute_slowdown(moment) for moment in moments(4000, rank=1)
+    ]
+    assert slow != [
+        OccasionalStraggler(0.25, 4.0).compute_slowdown(moment) for moment in moments(4000, seed=2)
+    ]
 
 
 def test_varying() -> None:
-    factors = [Varying(0.5).slowdown(moment) for moment in moments(4000)]
+    factors = [VaryingStraggler(0.5).compute_slowdown(moment) for moment in moments(4000)]
     assert min(factors) >= 1.0
     assert sum(factors) / 4000 == pytest.approx(1.5, abs=0.05)
     assert sum(factor > 1.5 for factor in factors) / 4000 == pytest.approx(math.exp(-1), abs=0.03)
 
 
 def test_scheduled() -> None:
-    slow = Scheduled(10.0, 20.0, 3.0, ranks=(2,))
+    slow = ScheduledStraggler(10.0, 20.0, 3.0, ranks=(2,))
     times = (9.9, 10.0, 19.9, 20.0)
-    assert [slow.slowdown(Moment(0, 2, 0, t)) for t in times] == [1.0, 3.0, 3.0, 1.0]
-    assert [slow.slowdown(Moment(0, 1, 0, t)) for t in times] == [1.0] * 4
-    assert Scheduled(10.0, 20.0, 3.0).slowdown(Moment(0, 1, 0, 10.0)) == 3.0
+    assert [slow.compute_slowdown(Moment(0, 2, 0, t)) for t in times] == [1.0, 3.0, 3.0, 1.0]
+    assert [slow.compute_slowdown(Moment(0, 1, 0, t)) for t in times] == [1.0] * 4
+    assert ScheduledStraggler(10.0, 20.0, 3.0).compute_slowdown(Moment(0, 1, 0, 10.0)) == 3.0
 
 
 def test_factors_multiply() -> None:
     device = DeviceProfile(
-        forward_s=1.0, slowdown=2.0, stragglers=(Scheduled(0, 9, 3.0), Occasional(1.0, 5.0))
+        forward_s=1.0, slowdown=2.0, stragglers=(ScheduledStraggler(0, 9, 3.0), OccasionalStraggler(1.0, 5.0))
     )
-    assert device.seconds(Cost("forward", 1), NOW) == 30.0
+    assert device.compute_seconds(Cost("forward", 1), NOW) == 30.0
 
 
 def test_noise_is_the_same_in_rows_and_one_by_one() -> None:
     ranks = torch.arange(50).numpy()
-    row = uniform_row(7, 3, ranks, 2 * ranks)
-    assert row.tolist() == [uniform(7, 3, k, 2 * k) for k in range(50)]
+    row = draw_uniform_array(7, 3, ranks, 2 * ranks)
+    assert row.tolist() == [draw_uniform(7, 3, k, 2 * k) for k in range(50)]
     assert 0 <= row.min() < row.max() < 1
-    many = uniform_row(7, torch.arange(100_000).numpy())
+    many = draw_uniform_array(7, torch.arange(100_000).numpy())
     assert many.mean() == pytest.approx(0.5, abs=0.005)
-    assert uniform(1, 2) != uniform(2, 1)
+    assert draw_uniform(1, 2) != draw_uniform(2, 1)
 
 
 # --- by name ----------------------------------------------------------------------------------------------------
@@ -112,7 +120,7 @@ def test_noise_is_the_same_in_rows_and_one_by_one() -> None:
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_by_name(name: str) -> None:
-    device = device_profile(name, forward_flops=1e9)
+    device = find_device(name, forward_flops=1e9)
     assert device.name == name
     assert device.forward_s == pytest.approx(1e9 / (0.3 * DEVICES[name].peak_flops))
     assert device.memory_nbytes == DEVICES[name].memory_nbytes
@@ -121,22 +129,22 @@ def test_by_name(name: str) -> None:
 
 def test_a_name_is_not_enough() -> None:
     with pytest.raises(ConfigError, match="v100: known by its operations per second"):
-        device_profile("v100")
+        find_device("v100")
     with pytest.raises(UnknownName, match="unknown device 'phone'"):
-        device_profile("phone")
+        find_device("phone")
 
 
 # --- memory -----------------------------------------------------------------------------------------------------
 
 
 def test_memory_by_the_formula() -> None:
-    assert training_nbytes(1000, 0) == 3000
-    assert training_nbytes(1000, 0, optimizer="momentum") == 4000
-    assert training_nbytes(1000, 0, optimizer="adam", in_flight=2, fixed_nbytes=7) == 7007
-    assert training_nbytes(1000, 8, sample_nbytes=3, activations_nbytes=10) == 3104
-    assert training_nbytes(100 << 20, 0) == 225 << 20
+    assert estimate_training_nbytes(1000, 0) == 3000
+    assert estimate_training_nbytes(1000, 0, optimizer="momentum") == 4000
+    assert estimate_training_nbytes(1000, 0, optimizer="adam", in_flight=2, fixed_nbytes=7) == 7007
+    assert estimate_training_nbytes(1000, 8, sample_nbytes=3, activations_nbytes=10) == 3104
+    assert estimate_training_nbytes(100 << 20, 0) == 225 << 20
     with pytest.raises(UnknownName, match="unknown optimizer 'lion'"):
-        training_nbytes(1, 1, optimizer="lion")
+        estimate_training_nbytes(1, 1, optimizer="lion")
 
 
 def test_what_autograd_keeps_grows_with_the_batch() -> None:
@@ -146,10 +154,10 @@ def test_what_autograd_keeps_grows_with_the_batch() -> None:
     def kept(batch: int) -> int:
         inputs, targets = torch.randn(batch, 3, 6, 6), torch.randint(0, 10, (batch,))
         besides = [*model.parameters(), inputs, targets]
-        return saved_nbytes(lambda: nn.functional.cross_entropy(model(inputs), targets), besides)
+        return measure_saved_nbytes(lambda: nn.functional.cross_entropy(model(inputs), targets), besides)
 
     # The output of the convolution after ReLU, which the flattened one shares, and the log of the probabilities.
     per_sample = (kept(16) - kept(8)) / 8
     assert per_sample == 4 * (8 * 36 + 10)
-    predicted = training_nbytes(0, 64, activations_nbytes=per_sample)
+    predicted = estimate_training_nbytes(0, 64, activations_nbytes=per_sample)
     assert predicted == pytest.approx(kept(64), rel=0.01)

@@ -44,7 +44,7 @@ def check(model: nn.Module, buckets: GradientBuckets, wanted: dict[str, Tensor])
     names = {p: name for name, p in model.named_parameters()}
     for bucket in buckets.buckets:
         flat, start = buckets[bucket.index].gradient, 0
-        assert TensorSpec.of(flat) == bucket.spec
+        assert TensorSpec.from_tensor(flat) == bucket.spec
         for parameter in buckets[bucket.index].parameters:
             part = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
@@ -61,7 +61,7 @@ def check(model: nn.Module, buckets: GradientBuckets, wanted: dict[str, Tensor])
 def backward(buckets: GradientBuckets, loss: Tensor) -> list[int]:
     """The buckets in the order they filled."""
     order: list[int] = []
-    buckets.backward(loss, order.append)
+    buckets.run_backward(loss, order.append)
     assert sorted(order) == [bucket.index for bucket in buckets.buckets]
     return order
 
@@ -94,7 +94,7 @@ def test_the_first_bucket_closes_early() -> None:
 
 def test_a_bucket_says_what_it_is_made_of() -> None:
     buckets = GradientBuckets(chain(4, 5).named_parameters())
-    assert [(part.shape, part.start) for part in buckets.buckets[0].spec.parts] == [((5,), 0), ((5, 4), 5)]
+    assert [(part.shape, part.start) for part in buckets.buckets[0].spec.spans] == [((5,), 0), ((5, 4), 5)]
 
 
 def test_nothing_to_train_is_an_error() -> None:
@@ -127,7 +127,7 @@ def test_a_bucket_is_whole_when_it_is_ready_and_the_rest_is_still_to_come() -> N
         flats[index] = buckets[index].gradient.clone()
         reached.append(index)
 
-    buckets.backward(loss_of(model), ready)
+    buckets.run_backward(loss_of(model), ready)
     assert reached.index(0) < reached.index(-1)
     names = {p: name for name, p in model.named_parameters()}
     for index, flat in flats.items():
@@ -281,7 +281,7 @@ def test_a_fused_optimizer_steps_each_weight_by_its_own_gradient(optimizer: Any)
         for _ in range(3):
             step.zero_grad()
             loss = sum((p * torch.arange(p.numel()).view(p.shape)).sin().sum() for p in model.values())
-            buckets.backward(loss, lambda index: None) if buckets else loss.backward()
+            buckets.run_backward(loss, lambda index: None) if buckets else loss.backward()
             step.step()
         ends.append([p.detach().clone() for p in model.values()])
     assert all(same_bits(one, other) for one, other in zip(*ends, strict=True))
@@ -291,11 +291,11 @@ def test_flat_weights_and_gradients_have_one_order() -> None:
     model = odd_layouts()
     buckets = GradientBuckets(model.items(), 100)
     kept = {name: p.detach().clone() for name, p in model.items()}
-    flats = [bucket.weights() for bucket in buckets]
+    flats = [bucket.copy_weights() for bucket in buckets]
     backward(buckets, sum(p.square().sum() / 2 for p in model.values()))
     for bucket, flat in zip(buckets, flats, strict=True):
         assert torch.equal(bucket.gradient, flat)
-    assert all(torch.equal(value, kept[name]) for name, value in buckets.named(flats).items())
+    assert all(torch.equal(value, kept[name]) for name, value in buckets.unflatten(flats).items())
     for p in model.values():
         p.detach().zero_()
     for bucket, flat in zip(buckets, flats, strict=True):
@@ -305,7 +305,7 @@ def test_flat_weights_and_gradients_have_one_order() -> None:
 
 def test_shapes_are_told_in_the_order_of_memory() -> None:
     buckets = GradientBuckets(odd_layouts().items())
-    shapes = [part.shape for part in buckets.buckets[0].spec.parts]
+    shapes = [part.shape for part in buckets.buckets[0].spec.spans]
     assert shapes == [(3, 4), (4, 3, 1, 1), (3, 3), (2, 3, 4), (3, 4), (2, 4, 5, 3)]
 
 
@@ -323,7 +323,7 @@ def test_a_memory_format_may_change_between_steps(fused: bool) -> None:
                 model(torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step))).square().mean()
             )
             if buckets:
-                buckets.backward(loss, lambda index: None)
+                buckets.run_backward(loss, lambda index: None)
                 bucket = buckets[0]
                 bucket.load_gradient(bucket.gradient.clone())
                 for p, view in zip(bucket.parameters, bucket.view(bucket.gradient), strict=True):
@@ -413,7 +413,7 @@ def test_no_gradient_is_kept_for_what_nobody_used_unless_the_mean_has_something(
     buckets = GradientBuckets(model.named_parameters())
 
     def loaded(mean: Tensor, unused: Collection[int] = (), never: Collection[int] = ()) -> None:
-        buckets[0].unused, buckets[0].never_used = unused, never
+        buckets[0].unused_places, buckets[0].unreached_places = unused, never
         buckets[0].load_gradient(mean)
 
     bias, weight = buckets[0].parameters
@@ -457,7 +457,7 @@ def test_a_backward_outside_is_not_watched() -> None:
     model = chain(4, 5, 6)
     buckets = GradientBuckets(model.named_parameters(), 16)
     ready: list[int] = []
-    buckets.backward(loss_of(model), ready.append)
+    buckets.run_backward(loss_of(model), ready.append)
     count = len(ready)
     model.zero_grad()
     loss_of(model).backward()
@@ -485,7 +485,7 @@ def test_gradients_of_several_threads_are_taken_one_at_a_time() -> None:
     for thread in threads:
         thread.join()
     assert not two_at_once
-    assert not buckets.left
+    assert not buckets.missing_names
 
 
 class Refused(RuntimeError):
@@ -506,7 +506,7 @@ def test_a_good_step_follows_an_error_in_the_middle_of_backward(where: str, buck
     loss = loss_of(model, 9)
     hook = model.get_parameter("1.bias").register_hook(refuse) if where == "autograd" else None
     with pytest.raises(Refused):
-        buckets.backward(loss, ready.append if hook else refuse)
+        buckets.run_backward(loss, ready.append if hook else refuse)
     if hook:
         hook.remove()
     heard = len(ready)

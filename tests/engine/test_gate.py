@@ -8,39 +8,39 @@ from farflung.sim import VirtualWorld
 
 def gates(*, under_way: bool, overlaps: bool) -> tuple[VirtualWorld, LinkGate]:
     world = VirtualWorld(1)
-    return world, LinkGate(world.runtimes[0], lambda: under_way, overlaps=overlaps)
+    return world, LinkGate(world.runtimes[0], lambda: under_way, has_overlap=overlaps)
 
 
 def opened(world: VirtualWorld, gate: LinkGate, rest_s: float = 0.0) -> float:
-    return world.run([gate.opened(rest_s)])[0]
+    return world.run([gate.wait_open(rest_s)])[0]
 
 
 def test_it_is_open_at_first_and_whenever_nobody_has_shut_it() -> None:
     world, gate = gates(under_way=True, overlaps=False)
     assert opened(world, gate) == 0.0
-    gate.open()
+    gate.release()
     assert opened(world, gate) == 0.0
 
 
 def test_who_comes_while_it_is_shut_waits() -> None:
     world, gate = gates(under_way=False, overlaps=False)
-    gate.shut()
-    gate.shut()
-    world.clock.at(2.0, gate.open)
+    gate.close()
+    gate.close()
+    world.clock.call_at(2.0, gate.release)
     assert opened(world, gate) == 2.0
     assert opened(world, gate) == 2.0
 
 
 def test_who_waits_goes_on_waiting_where_it_was_open_for_no_time() -> None:
     world, gate = gates(under_way=False, overlaps=False)
-    gate.shut()
+    gate.close()
 
     def for_no_time() -> None:
-        gate.open()
-        gate.shut()
+        gate.release()
+        gate.close()
 
-    world.clock.at(1.0, for_no_time)
-    world.clock.at(3.0, gate.open)
+    world.clock.call_at(1.0, for_no_time)
+    world.clock.call_at(3.0, gate.release)
     assert opened(world, gate) == 3.0
 
 
@@ -49,6 +49,6 @@ def test_rests_are_for_exchanges_that_nobody_waits_for() -> None:
         world, gate = gates(under_way=under_way, overlaps=overlaps)
         assert opened(world, gate, 0.5) == rested_s
         world, gate = gates(under_way=under_way, overlaps=overlaps)
-        gate.shut()
-        world.clock.at(0.25, gate.open)
+        gate.close()
+        world.clock.call_at(0.25, gate.release)
         assert opened(world, gate, 0.5) == max(0.25, rested_s)

@@ -52,7 +52,7 @@ def test_gradients_of_the_last_pass_are_kept_or_zeroed(
     """The one that arrives, of the first parameter here, tells nothing of them."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
     buckets = GradientBuckets(model.named_parameters(), bucket_nbytes=64)
-    buckets.backward(model(torch.ones(3, 4)).square().mean(), lambda index: None)
+    buckets.run_backward(model(torch.ones(3, 4)).square().mean(), lambda index: None)
     change(model)
     arriving = next(model.parameters())
     assert buckets.has_kept_gradients(arriving) == is_kept

@@ -20,7 +20,7 @@ from farflung.schedules import Delayed
 from farflung.schedules.merges import Replace, Swap
 from farflung.state_trees import load_tree
 from farflung.types import (
-    Averaged,
+    AverageTarget,
     Bucket,
     Channel,
     CodecState,
@@ -29,17 +29,17 @@ from farflung.types import (
     Merge,
     MergeBucket,
     MergeState,
-    Part,
-    Reduced,
     Reducer,
+    ReduceResult,
     Schedule,
     Seeds,
     SharedStats,
     State,
     StateSlot,
+    SyncUnit,
     TensorSpec,
     Transfer,
-    anchor_of,
+    get_anchor,
 )
 from tests.helpers import same_bits, same_tree
 from tests.schedules.runs import APART, Run, distance, pieces
@@ -51,7 +51,7 @@ from tests.schedules.runs import APART, Run, distance, pieces
 class Slow(Merge):
     """The mean of parameters feeds an outer optimizer: SGD with momentum on the way that replicas went."""
 
-    moves: ClassVar[Averaged] = "parameters"
+    average_target: ClassVar[AverageTarget] = "parameters"
 
     rate: float = 1.0
     momentum: float = 0.0
@@ -62,15 +62,15 @@ class Slow(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        own = anchor_of(state) - bucket.weights()
+        own = get_anchor(state) - bucket.copy_weights()
         return own.clone(), {"own": own}
 
     @override
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
-        anchor = anchor_of(state)
-        since = anchor - bucket.weights() - saved["own"]
+        anchor = get_anchor(state)
+        since = anchor - bucket.copy_weights() - saved["own"]
         if mean is not None:
             speed = state.shared.setdefault("speed", torch.zeros_like(anchor))
             speed.mul_(self.momentum).add_(mean)
@@ -89,7 +89,7 @@ class Streaming(Schedule):
 
     @property
     @override
-    def late(self) -> bool:
+    def has_late_results(self) -> bool:
         return self.delay > 0
 
     @property
@@ -97,14 +97,14 @@ class Streaming(Schedule):
         return (self.outer,)
 
     @override
-    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+    def build_units(self, buckets: Sequence[Bucket]) -> Sequence[SyncUnit]:
         return [Fragment(i, tuple(buckets[i :: self.fragments])) for i in range(self.fragments)]
 
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         every = self.period // self.fragments
         return [
             Transfer(part, step + self.delay, self.outer)
-            for turn, part in enumerate(parts)
+            for turn, part in enumerate(units)
             if (step + 1 - turn * every) % self.period == 0
         ]
 
@@ -165,8 +165,8 @@ class Planned(Schedule):
     planned: Merge
     by: int = 0
 
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        return [Transfer(part, step + self.by, self.planned) for part in parts]
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
+        return [Transfer(part, step + self.by, self.planned) for part in units]
 
 
 def test_a_merge_that_was_not_named_never_starts() -> None:
@@ -197,7 +197,7 @@ class Some(Planned):
     count: int = 1
 
     @override
-    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+    def build_units(self, buckets: Sequence[Bucket]) -> Sequence[SyncUnit]:
         return buckets[: self.count]
 
 
@@ -214,8 +214,8 @@ class EveryOther(Delayed):
     """Even buckets at even steps, odd ones at odd steps."""
 
     @override
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        return [t for t in Delayed.plan(self, state, parts, step) if t.part.index % 2 == step % 2]
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
+        return [t for t in Delayed.plan(self, state, units, step) if t.unit.index % 2 == step % 2]
 
 
 def test_buckets_that_take_turns_each_count_their_own_steps() -> None:
@@ -236,10 +236,10 @@ class PostLocal(Schedule):
 
     merges: ClassVar[tuple[Merge, ...]] = (Replace(), Swap())
 
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         if step < self.until:
-            return [Transfer(part, step, Replace()) for part in parts]
-        return [Transfer(part, step, Swap()) for part in parts] if (step + 1) % self.period == 0 else []
+            return [Transfer(part, step, Replace()) for part in units]
+        return [Transfer(part, step, Swap()) for part in units] if (step + 1) % self.period == 0 else []
 
 
 def test_two_merges_in_one_run() -> None:
@@ -260,11 +260,11 @@ class Together(Schedule):
     merges: ClassVar[tuple[Merge, ...]] = (Replace(),)
 
     @override
-    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+    def build_units(self, buckets: Sequence[Bucket]) -> Sequence[SyncUnit]:
         return [Fragment(0, tuple(buckets))]
 
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        return [Transfer(part, step, Replace()) for part in parts]
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
+        return [Transfer(part, step, Replace()) for part in units]
 
 
 def test_several_buckets_in_one_exchange_are_the_same_training() -> None:
@@ -282,7 +282,7 @@ class Hearing(EveryOther):
     """Adds up what it hears, in its state."""
 
     @override
-    def observe(self, state: State, stats: SharedStats) -> State:
+    def update_state(self, state: State, stats: SharedStats) -> State:
         return {
             **state,
             "seen": state.get("seen", 0.0) + stats.sums["seen"],
@@ -304,7 +304,7 @@ def test_numbers_of_ones_own_are_summed_once(rests: int) -> None:
             return ("seen",)
 
         @override
-        def metadata(self, own: StepMetadata) -> Mapping[str, float]:
+        def report_metadata(self, metadata: StepMetadata) -> Mapping[str, float]:
             return {"seen": 10.0**self._rank}
 
     run = Run(Hearing(delay=0, period=1 + rests), 3, APART, workload=pieces)
@@ -322,16 +322,20 @@ class Learning(Reducer):
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         return CodecState({"steps": []}, {})
 
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+    async def reduce(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
+    ) -> ReduceResult:
         def together(states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
             return {n: CodecState({"steps": [*s.shared["steps"], step]}, {}) for n, s in states.items()}
 
-        total, metadata = await channel.collective("direct")(channel, own.tensor, own.metadata)
-        return Reduced(total / channel.size, channel.size, metadata, None, together)
+        total, metadata = await channel.get_collective("direct")(
+            channel, contribution.tensor, contribution.metadata
+        )
+        return ReduceResult(total / channel.size, channel.size, metadata, None, together)
 
 
 def test_what_is_learned_of_all_parts_is_learned_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farflung.recipes.parts._reducer", lambda recipe: Learning())
+    monkeypatch.setattr("farflung.recipes.components._build_reducer", lambda recipe: Learning())
     run = Run("pipelined(2)", 2, APART, workload=pieces).steps(5)
     for replica in run.replicas:
         assert [slot.state.shared["steps"] for slot in replica.engine.reducer_states] == [[0, 1, 2, 3]] * 4
@@ -342,7 +346,7 @@ def test_a_restart_holds_no_second_copy_of_the_model(schedule: str, monkeypatch:
     engine = Run(schedule, 2, APART, workload=pieces).replicas[0].engine
     copies: list[weakref.ref[Tensor]] = []
     held: list[int] = []
-    weights = GradientBucket.weights
+    weights = GradientBucket.copy_weights
 
     def watched(self: GradientBucket) -> Tensor:
         copy = weights(self)
@@ -350,7 +354,7 @@ def test_a_restart_holds_no_second_copy_of_the_model(schedule: str, monkeypatch:
         held.append(sum(each() is not None for each in copies))
         return copy
 
-    monkeypatch.setattr(GradientBucket, "weights", watched)
+    monkeypatch.setattr(GradientBucket, "copy_weights", watched)
     engine.restart()
     kept = held[-1]
     engine.restart()

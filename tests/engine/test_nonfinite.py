@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from farflung.config import Training
 from farflung.errors import NonFinite
 from farflung.loop import Replica
-from farflung.recipes import recipe
+from farflung.recipes import parse_recipe
 from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch
@@ -27,12 +27,12 @@ class Spoilt(Quadratic):
     forwards = 0
     spoils = False
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         if model.training:
             self.forwards += 1
             if self.spoils and self.forwards == BAD_STEP + 1:
-                return super().loss(model, batch) * float("inf")
-        return super().loss(model, batch)
+                return super().compute_losses(model, batch) * float("inf")
+        return super().compute_losses(model, batch)
 
 
 def trained(policy: str, size: int = 3, bad: tuple[int, ...] = (1,)) -> tuple[list[Replica], list[Event]]:
@@ -49,7 +49,7 @@ def trained(policy: str, size: int = 3, bad: tuple[int, ...] = (1,)) -> tuple[li
                 runtime,
                 work,
                 replace(TRAINING, on_nonfinite=policy),
-                recipe("synchronous").parts(1),
+                parse_recipe("synchronous").build_components(1),
                 Telemetry(runtime.comm.rank, *sinks),
             )
         )

@@ -15,22 +15,22 @@ from typing_extensions import override
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.engine import Arrival, Extension, StepResult, TrainingLoop
 from farflung.errors import CheckpointError
-from farflung.sampling import Uniform
+from farflung.sampling import UniformSampler
 from farflung.schedules import DiLoCo, Synchronous
 from farflung.tasks import Pending
 from farflung.types import (
     Draw,
+    DrawContext,
     Merge,
     MergeBucket,
     MergeState,
-    Part,
     Payload,
-    PoolView,
     Schedule,
     State,
+    SyncUnit,
     TensorSpec,
     Transfer,
-    anchor_of,
+    get_anchor,
 )
 from tests.helpers import same_bits, same_tree
 from tests.schedules.runs import APART, Run, distance, pieces
@@ -55,14 +55,14 @@ class SlowMo(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        own = anchor_of(state) - bucket.weights()
+        own = get_anchor(state) - bucket.copy_weights()
         return own.clone(), {"own": own}
 
     @override
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
-        anchor, slow = anchor_of(state), state.shared["slow"]
+        anchor, slow = get_anchor(state), state.shared["slow"]
         if mean is not None:
             slow.mul_(self.momentum).add_(mean, alpha=1 / self.learning_rate)
             anchor.sub_(slow, alpha=self.rate * self.learning_rate)
@@ -82,8 +82,8 @@ class Blocks(Schedule):
         return (self.merge,)
 
     @override
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        return [] if (step + 1) % self.sync_every else [Transfer(part, step, self.merge) for part in parts]
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
+        return [] if (step + 1) % self.sync_every else [Transfer(part, step, self.merge) for part in units]
 
 
 def test_a_merge_of_ones_own_equals_the_one_that_has_the_same_equation() -> None:
@@ -116,11 +116,11 @@ class GradientNorm(Extension):
         self._square = 0.0
 
     @override
-    def on_arrival(self, arrivals: Sequence[Arrival]) -> None:
-        self._square = sum(float(arrival.reduced.mean.square().sum()) for arrival in arrivals)
+    def handle_arrivals(self, arrivals: Sequence[Arrival]) -> None:
+        self._square = sum(float(arrival.result.mean.square().sum()) for arrival in arrivals)
 
     @override
-    async def after_step(self, result: StepResult) -> None:
+    async def finish_step(self, result: StepResult) -> None:
         result.report["gradient_norm"] = self._square**0.5
 
 
@@ -129,7 +129,7 @@ class Watched(Synchronous):
     """Synchronous SGD, of which the norms are reported."""
 
     @override
-    def extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
+    def build_extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
         return (GradientNorm(),)
 
 
@@ -146,7 +146,7 @@ def test_an_extension_reports_the_norm_of_the_merged_gradient() -> None:
 # --- a system: a sampler with a resharding of its own ---------------------------------------------------------------
 
 
-class Rotating(Uniform):
+class Rotating(UniformSampler):
     """Each rank draws from its own half of the ids in turn, and passes the half on to the next rank every few steps."""
 
     def __init__(self, seed: int, ids: Tensor, every: int) -> None:
@@ -154,12 +154,12 @@ class Rotating(Uniform):
         self.ids, self.every = ids, every
 
     @override
-    def next(self, view: PoolView) -> Draw:
-        start = view.step * view.batch_size
-        return Draw(self.ids[torch.arange(start, start + view.batch_size) % len(self.ids)])
+    def draw(self, context: DrawContext) -> Draw:
+        start = context.step * context.batch_size
+        return Draw(self.ids[torch.arange(start, start + context.batch_size) % len(self.ids)])
 
     @override
-    def extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
+    def build_extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
         return (Rotation(self, loop),)
 
 
@@ -176,20 +176,22 @@ class Rotation(Extension):
         self._round: tuple[int, Pending[Tensor]] | None = None
 
     @override
-    async def before_step(self, step: int) -> None:
+    async def prepare_step(self, step: int) -> None:
         if self._round is not None and step == self._round[0] + 2:
             self._sampler.ids, self._round = await self._round[1], None
         if step and step % self._sampler.every == 0:
             self._begin(step)
 
     def _begin(self, step: int) -> None:
-        channel = ExchangeChannel(self._runtime.comm, Purpose.SHARING.at(step), 0)
-        ids, hop = self._sampler.ids, channel.hops(1)
+        channel = ExchangeChannel(self._runtime.comm, Purpose.SHARING.build_exchange_id(step), 0)
+        ids, hop = self._sampler.ids, channel.reserve_hops(1)
 
         async def swap() -> Tensor:
             channel.send(Payload((ids,)), (channel.rank + 1) % channel.size, hop)
-            payload = await channel.recv((channel.rank - 1) % channel.size, hop, (TensorSpec.of(ids),))
-            (moved,) = payload.tensors()
+            payload = await channel.recv(
+                (channel.rank - 1) % channel.size, hop, (TensorSpec.from_tensor(ids),)
+            )
+            (moved,) = payload.iter_tensors()
             return moved.clone()
 
         self._round = step, self._runtime.launch(swap())

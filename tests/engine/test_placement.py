@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from farflung import simulate
-from farflung.engine import place
-from farflung.engine.placement import HOST, batch_on, state_on
+from farflung.engine import select_device
+from farflung.engine.placement import HOST, move_batch, move_state
 from farflung.errors import ConfigError
 from farflung.seeding import RandomState
 from farflung.types import Batch
@@ -35,12 +35,12 @@ def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 def test_a_device_for_each_replica_or_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     devices(monkeypatch, 2)
-    assert place("cpu", local_rank=5, local_size=9) == HOST
-    assert [place("cuda", local_rank=rank, local_size=2) for rank in range(2)] == [
+    assert select_device("cpu", local_rank=5, local_size=9) == HOST
+    assert [select_device("cuda", local_rank=rank, local_size=2) for rank in range(2)] == [
         torch.device("cuda:0"),
         torch.device("cuda:1"),
     ]
-    assert place("cuda:1", local_rank=3, local_size=4) == torch.device("cuda:1")
+    assert select_device("cuda:1", local_rank=3, local_size=4) == torch.device("cuda:1")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_device_that_is_not_there_is_refused(
 ) -> None:
     devices(monkeypatch, count)
     with pytest.raises(ConfigError) as caught:
-        place(device, local_rank=0, local_size=3)
+        select_device(device, local_rank=0, local_size=3)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -97,9 +97,9 @@ def test_a_simulated_run_computes_on_the_device_and_takes_as_long(tmp_path: Path
 
 def test_on_the_host_nothing_is_copied() -> None:
     batch = Batch(torch.zeros(3, 2), torch.zeros(3))
-    assert batch_on(batch, HOST) is batch
+    assert move_batch(batch, HOST) is batch
     state = {"flights": {"0": {"metadata": torch.ones(2), "own": torch.ones(3), "step": 4}}, "sent": 7}
-    assert same_tree(state_on(state, HOST), state)
+    assert same_tree(move_state(state, HOST), state)
 
 
 # --- on a device ------------------------------------------------------------------------------------------------
@@ -120,17 +120,17 @@ class Dropping(nn.Module):
 class Task(Quadratic):
     """Something that draws random numbers on the device."""
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
             return Dropping()
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         out: Tensor = model(batch.inputs)
         return (out - batch.targets).square()
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        return -self.loss(model, batch)
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
+        return -self.compute_losses(model, batch)
 
 
 def task() -> Quadratic:
@@ -202,7 +202,7 @@ def test_random_numbers_of_a_device_belong_to_a_replica() -> None:
         return torch.rand(4, device=device).cpu()
 
     before = torch.cuda.get_rng_state(0)
-    with RandomState.scope():
+    with RandomState.preserve_globals():
         one, other = RandomState(1, device), RandomState(2, device)
         one.install()
         first = draw()

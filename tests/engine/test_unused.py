@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 import farflung
 from farflung.codecs import CODECS
-from farflung.engine.buckets import make_buckets
-from farflung.engine.units import Unit
+from farflung.engine.buckets import build_buckets
+from farflung.engine.units import UnitState
 from farflung.engine.unused import UnusedParameters
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS
@@ -86,31 +86,31 @@ def test_what_is_lacked_is_told_once() -> None:
     assert one > two - one == three - two > 0
 
 
-def unit_of(*counts: int) -> Unit:
+def unit_of(*counts: int) -> UnitState:
     """Returns a unit with buckets of so many parameters of one element."""
     buckets = [
-        make_buckets([("", nn.Parameter(torch.zeros(1))) for _ in range(count)])[0] for count in counts
+        build_buckets([("", nn.Parameter(torch.zeros(1))) for _ in range(count)])[0] for count in counts
     ]
     state = StateSlot(CodecState({}, {}))
-    return Unit(0, Bucket(0, TensorSpec((sum(counts),), torch.float32)), tuple(buckets), state)
+    return UnitState(0, Bucket(0, TensorSpec((sum(counts),), torch.float32)), tuple(buckets), state)
 
 
 def test_places_of_a_unit_are_those_of_its_buckets() -> None:
     unit = unit_of(3, 3)
-    assert not unit.absent
-    unit.buckets[0].absent, unit.buckets[1].absent = (0, 2), (1,)
-    assert unit.absent == (0, 2, 4)
+    assert not unit.zero_places
+    unit.buckets[0].zero_places, unit.buckets[1].zero_places = (0, 2), (1,)
+    assert unit.zero_places == (0, 2, 4)
     unused = UnusedParameters()
     unused.load_state_dict({"now": {"0": [0, 2, 4]}, "never": {"0": [2]}}, {})
     unused.update(unit)
-    assert [bucket.unused for bucket in unit.buckets] == [{0, 2}, {1}]
-    assert [bucket.never_used for bucket in unit.buckets] == [{2}, set()]
+    assert [bucket.unused_places for bucket in unit.buckets] == [{0, 2}, {1}]
+    assert [bucket.unreached_places for bucket in unit.buckets] == [{2}, set()]
 
 
 def test_nothing_is_worked_out_anew_where_nothing_has_changed() -> None:
     """A step costs the same for many unused parameters as for few."""
     unit, unused = unit_of(4), UnusedParameters()
     unused.update(unit)
-    before = unit.buckets[0].unused
+    before = unit.buckets[0].unused_places
     unused.update(unit)
-    assert unit.buckets[0].unused is before
+    assert unit.buckets[0].unused_places is before

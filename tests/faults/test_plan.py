@@ -11,13 +11,13 @@ import pytest
 from farflung.errors import ConfigError, UnknownName, Unsupported
 from farflung.faults import (
     FAULTS,
-    PASSING,
-    Condition,
+    TEMPORARY_KINDS,
+    ActiveFaults,
     Fault,
+    FaultEnvironment,
     FaultInjector,
     FaultPlan,
-    Stage,
-    Standing,
+    LinkCondition,
     load_faults,
 )
 
@@ -28,10 +28,12 @@ def test_methods_make_the_faults_of_their_names() -> None:
         more = {"slow": {"factor": 2.0}, "throttle": {"bandwidth_bps": 1e6}, "lose": {"loss": 0.1}}.get(
             kind, {}
         )
-        plan = getattr(plan, kind)(1, at_step=3, **more, **({"for_s": 2.0} if kind in PASSING else {}))
+        plan = getattr(plan, kind)(
+            1, at_step=3, **more, **({"for_s": 2.0} if kind in TEMPORARY_KINDS else {})
+        )
     assert [fault.kind for fault in plan.faults] == list(FAULTS)
     assert {(fault.rank, fault.at_step, fault.at_s) for fault in plan.faults} == {(1, 3, None)}
-    assert {fault.kind for fault in plan.faults if fault.for_s == 2.0} == set(PASSING)
+    assert {fault.kind for fault in plan.faults if fault.for_s == 2.0} == set(TEMPORARY_KINDS)
     assert FaultPlan().cut(0, 2, at_s=1.5).faults == (Fault("cut", 0, at_s=1.5, peer=2),)
     assert FaultPlan().reset(0, group=(1,), at_s=1.5).faults == (Fault("reset", 0, at_s=1.5, group=(1,)),)
     assert FaultPlan().restore(0, 2, at_s=1.5).faults == (Fault("restore", 0, at_s=1.5, peer=2),)
@@ -91,37 +93,39 @@ def test_a_world_refuses_what_it_cannot_carry_by_name() -> None:
 
 def test_who_joins_before_anything_else_is_not_there_at_the_start() -> None:
     plan = FaultPlan().join(1, at_step=5).leave(2, at_step=3).join(2, at_step=4).join(3, at_s=2.0)
-    assert plan.leave(3, at_s=1.0).crash(4, at_s=0.0).absent == {1}
-    assert plan.leave(3, at_s=3.0).leave(0, at_s=0.0).slow(3, factor=2.0, at_step=1).absent == {1, 3}
+    assert plan.leave(3, at_s=1.0).crash(4, at_s=0.0).joining_ranks == {1}
+    assert plan.leave(3, at_s=3.0).leave(0, at_s=0.0).slow(3, factor=2.0, at_step=1).joining_ranks == {1, 3}
     with pytest.raises(ConfigError, match="rank 3 comes and goes at steps and at times"):
-        _ = plan.crash(3, at_step=1).absent
+        _ = plan.crash(3, at_step=1).joining_ranks
 
 
 def test_faults_of_a_connection_concern_both_ways() -> None:
-    assert set(FaultPlan().cut(1, at_s=0.0).faults[0].ways(3)) == {(1, 0), (0, 1), (1, 2), (2, 1)}
-    assert set(FaultPlan().lose(1, 2, loss=0.1, at_s=0.0).faults[0].ways(3)) == {(1, 2), (2, 1)}
+    assert set(FaultPlan().cut(1, at_s=0.0).faults[0].iter_links(3)) == {(1, 0), (0, 1), (1, 2), (2, 1)}
+    assert set(FaultPlan().lose(1, 2, loss=0.1, at_s=0.0).faults[0].iter_links(3)) == {(1, 2), (2, 1)}
     halves = FaultPlan().cut(0, group=(1,), one_way=True, at_s=0.0).faults[0]
-    assert set(halves.ways(4)) == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    assert set(halves.iter_links(4)) == {(0, 2), (0, 3), (1, 2), (1, 3)}
     assert str(halves) == "cut of rank 0 and 1 one way at 0 s"
 
 
 def test_faults_add_up_until_they_are_restored() -> None:
     plan = FaultPlan().throttle(1, bandwidth_bps=5.0, at_s=0.0).lose(1, loss=0.5, at_s=1.0).cut(1, at_s=2.0)
     plan = plan.hang(1, at_s=2.0).slow(1, factor=3.0, at_s=2.0)
-    standing = Standing(3)
+    standing = ActiveFaults(3)
     for fault in plan.faults:
-        standing.begin(fault)
-    assert standing.condition(0, 1) == standing.condition(1, 2) == Condition(True, 0.5, 5.0)
-    assert (standing.hangs(1), standing.slowdown(1), standing.hangs(0)) == (True, 3.0, False)
+        standing.add(fault)
+    assert standing.get_condition(0, 1) == standing.get_condition(1, 2) == LinkCondition(True, 0.5, 5.0)
+    assert (standing.is_hung(1), standing.get_slowdown(1), standing.is_hung(0)) == (True, 3.0, False)
     for fault in FaultPlan().restore(1, 0, at_s=3.0).restore(1, at_s=4.0).faults:
-        standing.begin(fault)
-        assert standing.condition(0, 1) == Condition()
-        assert (standing.condition(1, 2) == Condition()) == (fault.peer is None) != standing.hangs(1)
-    assert standing.slowdown(1) == 1.0
+        standing.add(fault)
+        assert standing.get_condition(0, 1) == LinkCondition()
+        assert (
+            (standing.get_condition(1, 2) == LinkCondition()) == (fault.peer is None) != standing.is_hung(1)
+        )
+    assert standing.get_slowdown(1) == 1.0
 
 
 def test_what_is_undone_uncovers_what_it_covered() -> None:
-    standing = Standing(2)
+    standing = ActiveFaults(2)
     cut, slow, slower = (
         FaultPlan()
         .cut(1, at_s=0.0)
@@ -129,13 +133,13 @@ def test_what_is_undone_uncovers_what_it_covered() -> None:
         .throttle(0, bandwidth_bps=2.0, at_s=1.0)
     ).faults
     for fault in (cut, slow, slower):
-        standing.begin(fault)
+        standing.add(fault)
     seen = []
     for fault in (slower, cut, cut, slow):  # the second time it is undone already
-        standing.end(fault)
-        seen.append(standing.condition(0, 1))
-    through = Condition(bandwidth_bps=5.0)
-    assert seen == [Condition(cut=True, bandwidth_bps=5.0), through, through, Condition()]
+        standing.remove(fault)
+        seen.append(standing.get_condition(0, 1))
+    through = LinkCondition(bandwidth_bps=5.0)
+    assert seen == [LinkCondition(is_cut=True, bandwidth_bps=5.0), through, through, LinkCondition()]
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -181,7 +185,7 @@ def test_one_line_names_file_and_key(tmp_path: Path, text: str, says: str) -> No
 # --- when -------------------------------------------------------------------------------------------------------
 
 
-class Recorder(Stage):
+class Recorder(FaultEnvironment):
     """A stage that only notes what happens."""
 
     def __init__(self) -> None:
@@ -190,19 +194,19 @@ class Recorder(Stage):
         self.timed: dict[float, Callable[[], None]] = {}
         self.over = False
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         return 4.0
 
-    def at(self, t: float, fn: Callable[[], None]) -> None:
-        self.timed[t] = fn
+    def call_at(self, time_s: float, fn: Callable[[], None]) -> None:
+        self.timed[time_s] = fn
 
-    def strike(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         self.struck.append(str(fault))
 
     def is_over(self) -> bool:
         return self.over
 
-    def undo(self, fault: Fault) -> None:
+    def revert(self, fault: Fault) -> None:
         self.struck.append(f"end of {fault}")
 
 
@@ -244,7 +248,7 @@ def test_an_injector_warns_of_what_has_not_struck_before_the_end(caplog: pytest.
     inject({"event": "step", "rank": 1, "step": 1})
     stage.over = True
     stage.timed[5.0]()
-    assert inject.missed == plan.faults[1:]
+    assert inject.missed_faults == plan.faults[1:]
     inject.warn_of_missed()
     assert [record.getMessage() for record in caplog.records] == [
         "2 of 3 faults never struck, for the run or their replica had ended: crash of rank 2 at step 9, slow of rank 0 "

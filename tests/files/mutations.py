@@ -13,11 +13,11 @@ from typing import Any
 from farflung.cli.options import read_settings
 from farflung.cli.simulate import Simulate
 from farflung.comm.keys import load_keys, make_keys
-from farflung.config import settings_of
+from farflung.config import list_settings
 from farflung.data.fashion_mnist import read_idx
 from farflung.devices import CodingRates, Moment, load_device
-from farflung.files import naming
-from farflung.runs import Run, RunFolder, RunOptions, SimulatedConfig, prepared, retime, simulate
+from farflung.files import prefix_errors
+from farflung.runs import Run, RunFolder, RunOptions, SimulatedConfig, prepare_run, retime, simulate
 from farflung.state_trees import load_tree
 from farflung.types import CodingCost, Cost
 
@@ -191,25 +191,25 @@ def _world(**files: Path) -> None:
     device = config.device if "device" in files else None
     if device is not None:
         found = load_device(Path(str(device)))
-        found.seconds(Cost("backward", 3), Moment(0, 1, 1, 1.5))
-        (found.coding or CodingRates()).seconds(CodingCost("encode", "int8", 500))
+        found.compute_seconds(Cost("backward", 3), Moment(0, 1, 1, 1.5))
+        (found.coding or CodingRates()).compute_seconds(CodingCost("encode", "int8", 500))
 
 
 def _settings(path: Path) -> None:
-    said = read_settings(path, settings_of(Simulate))
+    said = read_settings(path, list_settings(Simulate))
     settings = {name: value for name, value in said.items() if not isinstance(value, Path)}
-    with naming(path):
-        prepared(SimulatedConfig, settings, options=RunOptions(out=path.with_name("nowhere")))
+    with prefix_errors(path):
+        prepare_run(SimulatedConfig, settings, options=RunOptions(out=path.with_name("nowhere")))
 
 
 def _resumed(run: Path) -> None:
-    prepared(SimulatedConfig, {"steps": 3}, options=RunOptions(resume=run))
+    prepare_run(SimulatedConfig, {"steps": 3}, options=RunOptions(resume=run))
 
 
 def _summary(path: Path) -> None:
     files = RunFolder(path.parent)
     config = SimulatedConfig.resolve({"workload": "synthetic/quadratic"})
-    Run(config, files, files.stored_summary()).table()
+    Run(config, files, files.load_summary()).build_table()
 
 
 def _replayed(path: Path) -> None:

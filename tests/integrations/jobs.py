@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from farflung.errors import CheckpointError
-from farflung.integrations.own_files import begin_run, restore_own, save_own
+from farflung.integrations.rank_files import create_run_id, restore_rank_file, save_rank_file
 from tests.pool import leave_group
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -32,18 +32,18 @@ def restore_files(
     for number, marks in enumerate(cases):
         own = Path(folder) / f"{number}-{rank}"
         if (mark := marks[rank]) is not None:
-            save_own(own, mark, {"kept": rank})
+            save_rank_file(own, mark, {"kept": rank})
         if mark == "damaged":
             own.write_bytes(b"damaged")
         taken: list[Any] = []
         try:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                restore_own(own, "mine", taken.append, torch.device("cpu"))
+                restore_rank_file(own, "mine", taken.append, torch.device("cpu"))
             found.append(f"{taken} {[str(one.message) for one in said]}")
         except CheckpointError as error:
             found.append(str(error))
-    found += [begin_run(torch.device("cpu")) for _ in range(2)]
+    found += [create_run_id(torch.device("cpu")) for _ in range(2)]
     leave_group()
     return found
 

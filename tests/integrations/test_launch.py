@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.run import get_args_parser
 
 from farflung.comm.keys import make_keys
-from farflung.files import write_whole
+from farflung.files import write_atomically
 from farflung.loop.checkpoint import Checkpoints
 from farflung.state_trees import load_tree
 from tests.forks import Fork, command, of_torchrun
@@ -129,7 +129,7 @@ def test_machines_begin_a_run_go_on_with_it_and_let_it_be_once_it_has_ended(scri
         assert (understood.nnodes, understood.nproc_per_node, int(understood.node_rank)) == ("2", "1", node)
         assert (understood.master_addr, int(understood.master_port)) == ("127.0.0.1", 29500)
     trained(*(scripts.torchrun(node)[1] for node in range(2)))
-    assert Checkpoints(folder / "checkpoints", 0, 2, leader=False).newest() == 20
+    assert Checkpoints(folder / "checkpoints", 0, 2, is_leader=False).find_newest() == 20
     assert len(list((folder / "telemetry").iterdir())) == 2
 
     for said in scripts.said.iterdir():
@@ -292,8 +292,8 @@ def test_files_of_processes_that_are_numbered_alike_are_whole(tmp_path: Path) ->
 
     def write(partial: Path) -> None:
         partial.write_text("of one container")
-        write_whole(file, lambda partial: partial.write_text("of another"))
+        write_atomically(file, lambda partial: partial.write_text("of another"))
 
-    write_whole(file, write)
+    write_atomically(file, write)
     assert file.read_text() == "of one container"
     assert list(tmp_path.iterdir()) == [file]

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from farflung.lab._kernel import enter_network, inside
+from farflung.lab._kernel import enter_network, switch_network
 from tests.forks import Fork, command
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Machine:
 
     def inside(self, fn: Callable[[], T]) -> T:
         """Calls ``fn`` there; sockets made by it, and threads, stay there."""
-        with Path("/run/netns", self.name).open() as namespace, inside(namespace.fileno()):
+        with Path("/run/netns", self.name).open() as namespace, switch_network(namespace.fileno()):
             return fn()
 
     @contextlib.contextmanager

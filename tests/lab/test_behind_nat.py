@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from farflung.comm import RELAYED
+from farflung.comm import RELAYED_KIND
 from farflung.state_trees import load_tree
 from farflung.telemetry import read_events
 from tests.forks import of_torchrun, ran
@@ -84,11 +84,11 @@ def test_homes_train_through_a_relay_as_on_one_machine(
         end: dict[str, Any] = next(event for event in events if event["event"] == "end")
         ends.append(end["bytes_sent_to"])
     here, a, b = ends
-    nobody, to_a, to_b = here[RELAYED]
+    nobody, to_a, to_b = here[RELAYED_KIND]
     assert nobody == 0
     assert to_a >= b["gradients"][1] > 0
     assert to_b >= a["gradients"][2] > 0
-    assert RELAYED not in a.keys() | b.keys()
+    assert RELAYED_KIND not in a.keys() | b.keys()
 
     alone = tmp_path_factory.mktemp("alone") / "run"
     ran(*what[:-3], "--out", str(alone), "--workers", "3", "--json")

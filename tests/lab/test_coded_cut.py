@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from farflung.coded.coordinator import Coordinator, Settings
-from farflung.coded.meeting import Address, coordinating
+from farflung.coded.meeting import Address, start_coordinator
 from farflung.types import Json
 from tests.coded_processes import Crowd, Told, descend, difference, trained
 from tests.helpers import PATIENCE_S
@@ -29,7 +29,7 @@ def test_a_cable_that_goes_dead_changes_nothing(cut_at: str, tmp_path: Path) -> 
     Two of the devices are at its other end, as many as may vanish.
     """
     some = Settings(
-        partitions=PARTITIONS, devices=NEAR + FAR, redundancy=2, patience_s=2 * PATIENCE_S, least_s=0.3
+        partitions=PARTITIONS, devices=NEAR + FAR, redundancy=2, patience_s=2 * PATIENCE_S, min_timeout_s=0.3
     )
     notes = Told()
     with two_machines() as (near, far):
@@ -49,7 +49,7 @@ def test_a_cable_that_goes_dead_changes_nothing(cut_at: str, tmp_path: Path) -> 
                 cut(dead=iterate == 10)
 
         notes.listener = hears
-        context = near.inside(lambda: coordinating(Address(near.address, 0), "run"))
+        context = near.inside(lambda: start_coordinator(Address(near.address, 0), "run"))
         runtime, address = near.inside(context.__enter__)
         crowd = Crowd(address, tmp_path)
         try:
@@ -60,8 +60,8 @@ def test_a_cable_that_goes_dead_changes_nothing(cut_at: str, tmp_path: Path) -> 
 
             async def body() -> Tensor:
                 await coordinator.gather()
-                labels = torch.cat([one.labels for one in coordinator.settle()])
-                weights = await descend(coordinator.times, coordinator.transposed_times, labels, at)
+                labels = torch.cat([one.labels for one in coordinator.activate_partitions()])
+                weights = await descend(coordinator.multiply, coordinator.multiply_transposed, labels, at)
                 if cut_at == "ordered":
                     cut(dead=False)
                 await coordinator.end()
@@ -72,7 +72,7 @@ def test_a_cable_that_goes_dead_changes_nothing(cut_at: str, tmp_path: Path) -> 
             context.__exit__(None, None, None)
         finally:
             crowd.close()
-    print(f"{cut_at}: {difference(weights, trained(PARTITIONS)):.1e} after {runtime.now():.1f} s")
+    print(f"{cut_at}: {difference(weights, trained(PARTITIONS)):.1e} after {runtime.read_clock():.1f} s")
     assert difference(weights, trained(PARTITIONS)) < SAME
     assert not notes.of("gone")
     assert {event["rank"] for event in notes.of("silent")} or cut_at == "iterate"

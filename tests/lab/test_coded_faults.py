@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.coded import LBFGS, HeldProducts, Iterate, Logistic, Problem, solve
+from farflung.coded import LBFGS, InMemoryProducts, Iterate, Logistic, Problem, solve
 from farflung.coded.coordinator import Coordinator, Settings
-from farflung.coded.meeting import Address, coordinating
-from farflung.coded.parts import partitioned
+from farflung.coded.meeting import Address, start_coordinator
+from farflung.coded.parts import partition_rows
 from farflung.data import a9a
 from farflung.data.source import find
 from tests.coded.problems import run
@@ -68,7 +68,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Ten
     folder = tmp_path_factory.mktemp("a9a")
     train, _ = a9a.load()
     features, labels = (one[:ROWS].to(torch.float64).numpy() for one in (train.inputs, train.targets))
-    for number, rows in enumerate(partitioned(ROWS, PARTITIONS)):
+    for number, rows in enumerate(partition_rows(ROWS, PARTITIONS)):
         np.savez(folder / f"part-{number}.npz", x=features[rows], y=labels[rows])
     return partial(part_in, folder)
 
@@ -79,7 +79,7 @@ def minimum(parts: Callable[[int], tuple[Tensor, Tensor]]) -> float:
     features, labels = (
         torch.cat(tensors) for tensors in zip(*(parts(number) for number in range(PARTITIONS)), strict=True)
     )
-    problem = Problem(HeldProducts(features), Logistic(), labels[:, None])
+    problem = Problem(InMemoryProducts(features), Logistic(), labels[:, None])
     return run(solve(LBFGS(), problem, max_iterations=500)).objective
 
 
@@ -90,11 +90,11 @@ def test_the_minimum_is_that_without_losses(
     seed: int, tmp_path: Path, parts: Callable[[int], tuple[Tensor, Tensor]], minimum: float
 ) -> None:
     some = Settings(
-        partitions=PARTITIONS, devices=DEVICES, redundancy=2, patience_s=2 * PATIENCE_S, least_s=0.3
+        partitions=PARTITIONS, devices=DEVICES, redundancy=2, patience_s=2 * PATIENCE_S, min_timeout_s=0.3
     )
     notes = Told()
     with around_a_switch(MACHINES) as (switch, machines):
-        context = switch.inside(lambda: coordinating(Address(switch.address, 0), "run"))
+        context = switch.inside(lambda: start_coordinator(Address(switch.address, 0), "run"))
         runtime, address = switch.inside(context.__enter__)
         crowd = Scattered(address, tmp_path, data=parts, machines=machines)
 
@@ -109,16 +109,16 @@ def test_the_minimum_is_that_without_losses(
 
             async def body() -> Iterate:
                 await coordinator.gather()
-                labels = torch.cat([one.labels for one in coordinator.settle()])
+                labels = torch.cat([one.labels for one in coordinator.activate_partitions()])
                 found = await solve(
                     LBFGS(),
                     Problem(coordinator, Logistic(), labels[:, None]),
                     max_iterations=500,
-                    tell=lambda state: plan.at(state.iterations),
+                    callback=lambda state: plan.at(state.iterations),
                 )
                 plan.end()
-                while plan.awaited and runtime.now() < LIMIT_S:
-                    await coordinator.times(torch.ones(coordinator.features, 1, dtype=torch.float64))
+                while plan.awaited and runtime.read_clock() < LIMIT_S:
+                    await coordinator.multiply(torch.ones(coordinator.features, 1, dtype=torch.float64))
                 await coordinator.end()
                 return found
 
@@ -129,11 +129,11 @@ def test_the_minimum_is_that_without_losses(
             crowd.close()
     off = found.objective / minimum - 1
     print(
-        f"plan {seed}: {'; '.join(plan.done)}: {off:.1e}, {found.iterations} iterates, {runtime.now():.1f} s"
+        f"plan {seed}: {'; '.join(plan.done)}: {off:.1e}, {found.iterations} iterates, {runtime.read_clock():.1f} s"
     )
-    assert found.converged
+    assert found.has_converged
     assert abs(off) < SAME
     assert plan.done
-    assert runtime.now() < LIMIT_S
-    assert not coordinator.counters.refused, notes.of("refused")
+    assert runtime.read_clock() < LIMIT_S
+    assert not coordinator.counters.num_refused, notes.of("refused")
     assert not [one for one in left if (one["reason"], one["refused"], one["kept"]) != ("", 0, [])]

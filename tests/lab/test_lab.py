@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from farflung.errors import ConfigError, LabError
-from farflung.faults import Condition, FaultPlan
-from farflung.lab import TOLERANCE, JobResult, Lab, Measured, abilities, run_job, why_not
+from farflung.faults import FaultPlan, LinkCondition
+from farflung.lab import TOLERANCE, JobResult, Lab, PairMeasurement, check_abilities, explain_missing, run_job
 from farflung.lab.children import Child
-from farflung.lab.measure import expected
-from farflung.lab.tun import address_of, chosen_congestion_control
+from farflung.lab.measure import compute_expected
+from farflung.lab.tun import build_address, read_congestion_control
 from farflung.network import Link, NetworkProfile, Site
 from tests.covering import thorough
 
@@ -42,24 +42,28 @@ def lab() -> Iterator[Lab]:
 
 
 def test_this_machine_can() -> None:
-    assert why_not() is None
-    assert {one.what for one in abilities() if one.needed} > {"root", "TUN devices", "network namespaces"}
+    assert explain_missing() is None
+    assert {one.name for one in check_abilities() if one.is_required} > {
+        "root",
+        "TUN devices",
+        "network namespaces",
+    }
 
 
 def test_every_pair_is_as_the_profile_says(lab: Lab) -> None:
     pairs = lab.check()
     assert {(pair.src, pair.dst) for pair in pairs} == {(0, 1), (1, 0)}
-    assert all(pair.fits for pair in pairs)
+    assert all(pair.is_accurate for pair in pairs)
 
 
 @pytest.mark.thorough
 def test_a_link_that_loses_packets_is_measured_as_a_link() -> None:
-    lossy = NetworkProfile.uniform(Link(0.02, 20e6, loss=0.02), 2)
+    lossy = NetworkProfile.create_uniform(Link(0.02, 20e6, loss=0.02), 2)
     with Lab(lossy, 2) as lab:
         for pair in lab.check():
             assert pair.bandwidth_bps == pytest.approx(20e6, rel=TOLERANCE)
             assert 0.0 < pair.loss < 0.05
-        lab.change(0, 1, Condition(loss=0.3))
+        lab.set_condition(0, 1, LinkCondition(loss=0.3))
         with pytest.raises(LabError, match=r"1 of 2 pairs.*% lost instead of 2.00%"):
             lab.check()
 
@@ -70,19 +74,19 @@ def test_nodes_have_the_congestion_control_of_the_profile() -> None:
     with Lab(profile, 2) as lab, Lab(profile, 2, congestion_control="bbr") as other, Lab(PROFILE, 2) as own:
         assert lab.congestion_control == "reno"
         assert other.congestion_control == "bbr"
-        assert own.congestion_control == chosen_congestion_control()
+        assert own.congestion_control == read_congestion_control()
 
 
 @pytest.mark.thorough
 def test_a_link_that_is_off_is_refused(lab: Lab) -> None:
-    lab.change(0, 1, Condition(bandwidth_bps=25e6))
+    lab.set_condition(0, 1, LinkCondition(bandwidth_bps=25e6))
     with pytest.raises(LabError, match=r"1 of 2 pairs.*from node 0 to node 1"):
         lab.check()
 
 
 @pytest.mark.thorough
 def test_a_crashed_line_is_noticed(lab: Lab) -> None:
-    line = next(lab.watched())
+    line = next(lab.iter_watched())
     os.kill(line.pid, signal.SIGKILL)
     with pytest.raises(LabError, match="delay line ended"):
         run_job(lab, ["sleep", "1000"], dict(os.environ))
@@ -100,17 +104,20 @@ def test_workers_are_told_who_they_are(lab: Lab, tmp_path: Path) -> None:
         file.close()
         assert variables["A"] == "b"
         assert (variables["RANK"], variables["WORLD_SIZE"]) == (str(node), "2")
-        assert variables["MASTER_ADDR"] == address_of(0)
+        assert variables["MASTER_ADDR"] == build_address(0)
         assert str(pid) in processes
         assert str(os.getpid()) not in processes, "a worker sees only what it has started"
 
 
 def test_delays_may_be_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(PROFILE, 2)
-    wanted = expected(lab.profile)
-    found = [Measured(*pair, 2 * latency, latency, speed, speed) for pair, (latency, speed) in wanted.items()]
+    wanted = compute_expected(lab.profile)
+    found = [
+        PairMeasurement(*pair, 2 * latency, latency, speed, speed)
+        for pair, (latency, speed) in wanted.items()
+    ]
     monkeypatch.setattr(lab, "measure", lambda: found)
-    monkeypatch.setattr(lab, "_measured", lambda wanted: found)
+    monkeypatch.setattr(lab, "_measure_pairs", lambda wanted: found)
     assert lab.check(any_delay=True) == found
     with pytest.raises(LabError, match="does not come out right"):
         lab.check()
@@ -166,7 +173,7 @@ def talk(lab: Lab, plan: FaultPlan, times: int, folder: Path) -> JobResult:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
         told.bind(str(folder / "told"))
         command = [sys.executable, "-S", "-c", TALK, told.getsockname(), str(times)]
-        return run_job(lab, command, dict(os.environ), plan=plan, told=told)
+        return run_job(lab, command, dict(os.environ), plan=plan, event_socket=told)
 
 
 @pytest.mark.thorough
@@ -212,7 +219,7 @@ def test_a_job_ends_without_workers_that_hang_for_ever(
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
         told.bind(str(tmp_path / "told"))
         command = [sys.executable, "-S", "-c", STOPPED, told.getsockname()]
-        assert run_job(lab, command, dict(os.environ), plan=plan, told=told).exit_codes == (0, code)
+        assert run_job(lab, command, dict(os.environ), plan=plan, event_socket=told).exit_codes == (0, code)
 
 
 @pytest.mark.thorough
@@ -307,12 +314,12 @@ def test_nothing_is_left_however_it_ends(way: Way, time_: int, tmp_path: Path) -
 
             def start(*args, **kwargs) -> Child:
                 worker = real_start(*args, **kwargs)
-                line = next(lab.watched()).pid
+                line = next(lab.iter_watched()).pid
                 os.write(bell, json.dumps({"line": line, "guard": worker.pid}).encode() + b"\n")
                 return worker
 
             lab.start = start  # type: ignore[method-assign]
-            run_job(lab, ["sh", "-c", LASTING], {**os.environ, "UP": str(up)}, bell=stop)
+            run_job(lab, ["sh", "-c", LASTING], {**os.environ, "UP": str(up)}, stop_fd=stop)
 
     parent = Child(run, keep=[bell])
     os.close(bell)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.thorough, pytest.mark.timeout(2 * LIM
 def test_a_control_message_overtakes_4_mb_at_10_mbit() -> None:
     command = [sys.executable, "-m", "tests.lab.urgent_job"]
     reads, writes = os.pipe()
-    with Lab(NetworkProfile.uniform(Link(0.02, 10e6), 2), 2) as lab:
+    with Lab(NetworkProfile.create_uniform(Link(0.02, 10e6), 2), 2) as lab:
         lab.start(0, command, dict(os.environ))
         lab.start(1, command, dict(os.environ), writes)
         os.close(writes)

@@ -37,11 +37,11 @@ async def receiver(runtime: WallRuntime) -> list[tuple[str, float]]:
     waits = {name: runtime.comm.recv(0, tag) for name, tag in (("bulk", BULK), ("urgent", URGENT))}
 
     def told(name: str, done: Pending[Payload]) -> None:
-        sent = next(iter(done.result().tensors()))
+        sent = next(iter(done.result().iter_tensors()))
         came.append((name, time.monotonic() - float(sent)))
 
     for name, wait in waits.items():
-        wait.on_done(partial(told, name))
+        wait.add_done_callback(partial(told, name))
     for wait in waits.values():
         await wait
     runtime.comm.send(Payload((torch.zeros(1),)), 0, HEARD)

@@ -19,8 +19,8 @@ from farflung import state_trees
 from farflung.config import Training
 from farflung.errors import CheckpointError, StorageError
 from farflung.loop import Checkpoints, Replica
-from farflung.loop.optimizers import load_optimizer_state, optimizer_state
-from farflung.recipes import recipe
+from farflung.loop.optimizers import get_optimizer_state, load_optimizer_state
+from farflung.recipes import parse_recipe
 from farflung.sim import VirtualWorld
 from farflung.state_trees import load_tree, save_tree
 from farflung.telemetry import Telemetry
@@ -141,7 +141,7 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(Path, "replace", noted_replace)
-    Checkpoints(tmp_path, 0, 1, leader=True).save(1, TREE, TREE)
+    Checkpoints(tmp_path, 0, 1, is_leader=True).save(1, TREE, TREE)
     assert named == ["shared.safetensors", "rank-0-of-1.safetensors"]
 
 
@@ -150,7 +150,7 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(
 def test_a_checkpoint_with_a_part_unfinished_does_not_count(
     moment: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = [Checkpoints(tmp_path, r, 2, leader=r == 0) for r in range(2)]
+    ranks = [Checkpoints(tmp_path, r, 2, is_leader=r == 0) for r in range(2)]
     for step in (1, 2):
         ranks[1 - rank].save(step, TREE, {"step": step})
     ranks[rank].save(1, TREE, {"step": 1})
@@ -159,8 +159,8 @@ def test_a_checkpoint_with_a_part_unfinished_does_not_count(
         ranks[rank].save(2, TREE, {"step": 2})
     monkeypatch.undo()
     for checkpoints in ranks:
-        assert checkpoints.complete() == [1]
-        assert checkpoints.newest() == 1
+        assert checkpoints.list_complete() == [1]
+        assert checkpoints.find_newest() == 1
 
 
 def test_every_way_of_being_cut_short_is_found(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_what_is_absent_is_named(tmp_path: Path) -> None:
 
 
 def saved(folder: Path, size: int, *steps: int, keep: int = 2) -> list[Checkpoints]:
-    ranks = [Checkpoints(folder, rank, size, leader=rank == 0, keep=keep) for rank in range(size)]
+    ranks = [Checkpoints(folder, rank, size, is_leader=rank == 0, num_kept=keep) for rank in range(size)]
     for step in steps:
         for rank, checkpoints in enumerate(ranks):
             checkpoints.save(step, {"step": step}, {"rank": rank, "step": step})
@@ -238,25 +238,25 @@ def saved(folder: Path, size: int, *steps: int, keep: int = 2) -> list[Checkpoin
 
 def test_each_rank_gets_its_own_part(tmp_path: Path) -> None:
     for rank, checkpoints in enumerate(saved(tmp_path, 3, 5, 10)):
-        assert checkpoints.complete() == [5, 10]
-        assert checkpoints.newest() == 10
+        assert checkpoints.list_complete() == [5, 10]
+        assert checkpoints.find_newest() == 10
         assert checkpoints.load(5) == ({"step": 5}, {"rank": rank, "step": 5})
 
 
 def test_a_checkpoint_counts_once_everybody_has_written(tmp_path: Path) -> None:
-    ranks = [Checkpoints(tmp_path, rank, 3, leader=rank == 0) for rank in range(3)]
+    ranks = [Checkpoints(tmp_path, rank, 3, is_leader=rank == 0) for rank in range(3)]
     for rank in (1, 0, 2):
-        assert ranks[0].complete() == []
+        assert ranks[0].list_complete() == []
         with pytest.raises(CheckpointError, match="no complete checkpoint"):
-            ranks[0].newest()
+            ranks[0].find_newest()
         ranks[rank].save(4, {}, {})
-    assert ranks[0].complete() == [4]
+    assert ranks[0].list_complete() == [4]
 
 
 def test_a_checkpoint_without_its_shared_part_does_not_count(tmp_path: Path) -> None:
     (checkpoints,) = saved(tmp_path, 1, 4)
     (tmp_path / "step-00000004" / "shared.safetensors").unlink()
-    assert checkpoints.complete() == []
+    assert checkpoints.list_complete() == []
 
 
 def test_other_things_in_the_folder_are_no_checkpoints(tmp_path: Path) -> None:
@@ -264,13 +264,13 @@ def test_other_things_in_the_folder_are_no_checkpoints(tmp_path: Path) -> None:
     for name in ("step-", "step-x", "step-00000005", "steps", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "events.jsonl").write_text("{}")
-    assert checkpoints.complete() == [4]
-    assert Checkpoints(tmp_path / "absent", 0, 1, leader=True).complete() == []
+    assert checkpoints.list_complete() == [4]
+    assert Checkpoints(tmp_path / "absent", 0, 1, is_leader=True).list_complete() == []
 
 
 def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
     (checkpoints,) = saved(tmp_path, 1, 9, 100_000_000, 10, 99_999_999)
-    assert checkpoints.complete() == [9, 10, 99_999_999, 100_000_000]
+    assert checkpoints.list_complete() == [9, 10, 99_999_999, 100_000_000]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4)])
@@ -278,7 +278,7 @@ def test_another_number_of_replicas_is_refused(before: int, after: int, tmp_path
     saved(tmp_path, before, 4)
     for rank in range(after):
         with pytest.raises(CheckpointError, match=f"saved by another number of replicas than {after}"):
-            Checkpoints(tmp_path, rank, after, leader=rank == 0).load(4)
+            Checkpoints(tmp_path, rank, after, is_leader=rank == 0).load(4)
 
 
 def test_any_number_of_replicas_goes_on_where_that_is_wanted(tmp_path: Path) -> None:
@@ -289,9 +289,9 @@ def test_any_number_of_replicas_goes_on_where_that_is_wanted(tmp_path: Path) -> 
             "sent": {"gradients": [rank]},
             "exchanges": {"reducer": {"0": rank}, "absent": {}},
         }
-        Checkpoints(tmp_path, 0, 5, leader=False).among(rank, 2).save(3, {"step": 3}, own)
-    read = [Checkpoints(tmp_path, rank, 3, leader=False, any_size=True) for rank in range(3)]
-    assert [one.newest() for one in read] == [3, 3, 3]
+        Checkpoints(tmp_path, 0, 5, is_leader=False).with_ranks(rank, 2).save(3, {"step": 3}, own)
+    read = [Checkpoints(tmp_path, rank, 3, is_leader=False, allows_any_size=True) for rank in range(3)]
+    assert [one.find_newest() for one in read] == [3, 3, 3]
     (_, first), (_, second), (_, third) = (one.load(3) for one in read)
     assert (first["random"], second["random"], "random" in third) == (0, 1, False)
     assert second["exchanges"]["reducer"] == {"0": 1}
@@ -304,12 +304,12 @@ def test_the_newest_are_kept(keep: int, tmp_path: Path) -> None:
     ranks = saved(tmp_path, 2, 1, 2, 3, 4, keep=keep)
     ranks[0].save(5, {}, {})  # not complete: it counts for nothing, and stays
     ranks[1].prune()
-    assert ranks[0].complete() == [1, 2, 3, 4], "one of them prunes"
+    assert ranks[0].list_complete() == [1, 2, 3, 4], "one of them prunes"
     ranks[0].prune()
-    assert ranks[0].complete() == [1, 2, 3, 4][-keep:]
+    assert ranks[0].list_complete() == [1, 2, 3, 4][-keep:]
     assert (tmp_path / "step-00000005").exists()
     ranks[1].save(5, {}, {})
-    assert ranks[0].newest() == 5
+    assert ranks[0].find_newest() == 5
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------
@@ -346,7 +346,9 @@ def test_an_optimizer_goes_on_from_its_state(options: dict[str, Any], frozen: bo
 
     model, optimizer = fresh()
     trained(optimizer, model, range(3))
-    save_tree(tmp_path / "tree", {"model": dict(model.state_dict()), "optimizer": optimizer_state(optimizer)})
+    save_tree(
+        tmp_path / "tree", {"model": dict(model.state_dict()), "optimizer": get_optimizer_state(optimizer)}
+    )
     trained(optimizer, model, range(3, 6))
 
     tree = load_tree(tmp_path / "tree")
@@ -379,17 +381,17 @@ class Task(Quadratic):
 
     width = 5
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
             return Net(self.width)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         out: Tensor = model(batch.inputs)
         return (out - batch.targets).square()
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        return -self.loss(model, batch)
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
+        return -self.compute_losses(model, batch)
 
 
 def replicas(
@@ -415,8 +417,12 @@ def replicas(
         task = Task(dim=6, samples=44)
         task.width = width
         rank = runtime.comm.rank
-        checkpoints = Checkpoints(folder, rank, size, leader=rank == 0, keep=9)
-        chosen = recipe("synchronous").but(**parts or {}).parts(3, rank if parts else None)
+        checkpoints = Checkpoints(folder, rank, size, is_leader=rank == 0, num_kept=9)
+        chosen = (
+            parse_recipe("synchronous")
+            .with_members(**parts or {})
+            .build_components(3, rank if parts else None)
+        )
         share = torch.arange(44).chunk(size)[rank] if parts else None
         made.append(Replica(runtime, task, training, chosen, Telemetry(rank), checkpoints, share=share))
     return world, made
@@ -454,10 +460,10 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(options: dict[str, Any]
     for start in (4, 8):
         world, resumed = replicas(tmp_path / "parts", 12, **options)
         assert resumed[0].checkpoints is not None
-        assert {4, 8} <= set(resumed[0].checkpoints.complete())
+        assert {4, 8} <= set(resumed[0].checkpoints.list_complete())
         for replica in resumed:
             replica.resume(start)
-            assert replica.step_done == start
+            assert replica.completed_steps == start
         for got, want in zip(run(world, resumed), wanted, strict=True):
             assert same_tree(got, want)
 
@@ -509,7 +515,7 @@ def test_a_checkpoint_whose_codec_keeps_something_else_is_refused(schedule: str,
 def test_a_folder_that_another_machine_prunes_meanwhile_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, 0, 1, leader=True)
+    checkpoints = Checkpoints(tmp_path, 0, 1, is_leader=True)
     for step in (1, 2):
         checkpoints.save(step, {"step": step}, {"step": step})
     glob = Path.glob
@@ -520,4 +526,4 @@ def test_a_folder_that_another_machine_prunes_meanwhile_does_not_count(
         return found
 
     monkeypatch.setattr(Path, "glob", pruned)
-    assert checkpoints.complete() == [2]
+    assert checkpoints.list_complete() == [2]

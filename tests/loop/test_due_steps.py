@@ -19,6 +19,6 @@ def test_it_is_done_as_often_as_is_asked_for_and_at_the_end(every: int, tmp_path
     wanted = sorted({step for step in range(1, 10) if every and step % every == 0} | {9})
     for replica, events in zip(run.replicas, run.events, strict=True):
         assert replica.checkpoints is not None
-        assert sorted(replica.checkpoints.complete()) == wanted
+        assert sorted(replica.checkpoints.list_complete()) == wanted
         assert [event["step"] for event in events if event["event"] == "checkpoint"] == wanted
     assert [event["step"] for event in run.events[0] if event["event"] == "evaluation"] == wanted

@@ -34,7 +34,7 @@ def make(folder: Path) -> Run:
     run = Run("synchronous", 2, parts, settings=settings, folder=folder)
     for replica in run.replicas:
         assert replica.checkpoints is not None
-        replica.checkpoints._keep = 2
+        replica.checkpoints._num_kept = 2
     return run
 
 
@@ -97,13 +97,13 @@ def test_fifty_kills_while_checkpoints_are_written(tmp_path: Path) -> None:
         first = resumed.replicas[0].checkpoints
         assert first is not None
         try:
-            found.append(first.newest())
+            found.append(first.find_newest())
         except CheckpointError:  # none was complete: the run begins anew
             found.append(0)
         for replica in resumed.replicas if found[-1] else ():
             replica.resume(found[-1])
         resumed.whole()
-        assert first.complete()[-2:] == [STEPS - 1, STEPS], kill
+        assert first.list_complete()[-2:] == [STEPS - 1, STEPS], kill
         for got, wanted in zip(resumed.replicas, whole.replicas, strict=True):
             assert same_tree(dict(got.model.state_dict()), dict(wanted.model.state_dict())), kill
     for one in (found[:BETWEEN], found[BETWEEN:]):

@@ -13,29 +13,29 @@ import torch
 
 from farflung.config import Training
 from farflung.data import NoSharing
-from farflung.devices import DeviceProfile, Varying
-from farflung.loop import Checkpoints, Replica, keep_once
-from farflung.network import network_profile
-from farflung.recipes import recipe
-from farflung.sampling import Uniform
+from farflung.devices import DeviceProfile, VaryingStraggler
+from farflung.loop import Checkpoints, Replica, share_parameters
+from farflung.network import find_network
+from farflung.recipes import parse_recipe
+from farflung.sampling import UniformSampler
 from farflung.sim import VirtualWorld
 from farflung.streams import RateLimited
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Communicator, Json
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 
 def made(
     world: VirtualWorld, name: str, settings: Mapping[str, Json], events: list[Event], folder: Path | None
 ) -> list[Replica]:
-    work = workload(name, **({"data": "packaged"} if name.startswith("fashion-mnist") else {}))
+    work = create_workload(name, **({"data": "packaged"} if name.startswith("fashion-mnist") else {}))
     training = Training.resolve(work.defaults, {"steps": 4, "batch_size": 4, "seed": 1, **settings})
     return [
         Replica(
             runtime,
             work,
             training,
-            recipe("synchronous").parts(training.seed),
+            parse_recipe("synchronous").build_components(training.seed),
             Telemetry(runtime.comm.rank, events.append),
             None if folder is None else _checkpoints(folder, runtime.comm),
         )
@@ -44,17 +44,17 @@ def made(
 
 
 def _checkpoints(folder: Path, comm: Communicator) -> Checkpoints:
-    return Checkpoints(folder, comm.rank, comm.size, leader=comm.rank == 0)
+    return Checkpoints(folder, comm.rank, comm.size, is_leader=comm.rank == 0)
 
 
 def trained(
     once: bool, name: str, settings: Mapping[str, Json], folder: Path | None = None
 ) -> tuple[list[str], list[Replica]]:
-    device = DeviceProfile(forward_s=1e-3, stragglers=(Varying(1.0),))
-    world = VirtualWorld(3, network=network_profile("4g"), device=device, seed=2)
+    device = DeviceProfile(forward_s=1e-3, stragglers=(VaryingStraggler(1.0),))
+    world = VirtualWorld(3, network=find_network("4g"), device=device, seed=2)
     events: list[Event] = []
     replicas = made(world, name, settings, events, folder)
-    assert not once or keep_once(replicas)
+    assert not once or share_parameters(replicas)
     world.run([replica.run() for replica in replicas])
     return [json.dumps(event) for event in events], replicas
 
@@ -96,11 +96,11 @@ def test_replicas_that_may_differ_stay_apart() -> None:
     replicas = made(world, "synthetic/quadratic", {}, events, None)
     with torch.no_grad():
         next(replicas[1].model.parameters()).add_(1.0)
-    assert not keep_once(replicas)
+    assert not share_parameters(replicas)
     assert replicas[0].lockstep is None
 
 
-class Scores(Uniform):
+class Scores(UniformSampler):
     """A sampler that may read parameters between steps."""
 
 
@@ -115,8 +115,8 @@ class Rows(NoSharing):
 )
 def test_parts_that_work_between_steps_or_wait_keep_replicas_apart(other: dict[str, Any]) -> None:
     replicas = made(VirtualWorld(2), "synthetic/quadratic", {}, [], None)
-    replicas[1].parts = replace(replicas[1].parts, **other)
-    assert not keep_once(replicas)
+    replicas[1].components = replace(replicas[1].components, **other)
+    assert not share_parameters(replicas)
     assert [replica.lockstep for replica in replicas] == [None, None]
-    replicas[1].parts = replicas[0].parts
-    assert keep_once(replicas)
+    replicas[1].components = replicas[0].components
+    assert share_parameters(replicas)

@@ -26,12 +26,12 @@ def slow_by(*factors: float) -> list[DeviceProfile]:
 def test_the_last_step_is_the_one_after_the_latest_that_has_begun(schedule: str, asked: int) -> None:
     run = Replicas(schedule, 3, settings={"steps": 150}, around={"device": slow_by(1.0, 3.1, 2.3)})
     replica = run.replicas[asked]
-    replica._stop._is_wanted = lambda: replica.step_done == 5
+    replica._stop_agreement._is_requested_here = lambda: replica.completed_steps == 5
     run.whole()
     asked_s = float(str(run.step_events(asked)[4]["t"]))
     begun = [sum(float(str(event["t"])) <= asked_s for event in run.step_events(rank)) for rank in range(3)]
     begun[asked] -= 1  # it waits for the agreement at the end of its step
-    assert {replica.step_done for replica in run.replicas} == {max(begun) + 2}
+    assert {replica.completed_steps for replica in run.replicas} == {max(begun) + 2}
 
 
 class Stops:
@@ -47,7 +47,7 @@ class Stops:
 
     def stopped(self, out: Path, faults: FaultPlan, **settings: Any) -> Run:
         return simulate(
-            "synthetic/quadratic", show=self, stop_asked=lambda: self.asked, out=out, workers=3, steps=STEPS,
+            "synthetic/quadratic", sink=self, should_stop=lambda: self.asked, out=out, workers=3, steps=STEPS,
             network="4g", device=DeviceProfile(forward_s=0.01), schedule=LOCAL, elastic="1", deadline=DEADLINE_S,
             evaluate_every=0, checkpoint_every=0, faults=faults, **settings,
         )  # fmt: skip
@@ -74,7 +74,7 @@ def test_those_that_are_left_agree(fault: str, after_s: float, tmp_path: Path) -
     steps = run.summary["steps"]
     assert run.summary["stopped"]
     assert stops.steps_of(0) == stops.steps_of(2) == steps
-    assert run.files.checkpoints(0, 3, leader=True, any_size=True).newest() == steps
+    assert run.files.get_checkpoints(0, 3, is_leader=True, allows_any_size=True).find_newest() == steps
     ends_s = [float(str(e["t"])) for e in stops.events if e["event"] == "end" and e["rank"] in (0, 2)]
     assert max(ends_s) < at_s + 4 * DEADLINE_S, "one that is silent is waited for no longer"
 

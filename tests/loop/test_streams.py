@@ -20,7 +20,7 @@ from farflung.decisions import DecisionLog, read_decisions
 from farflung.errors import ConfigError, DataError, DeadlinePassed
 from farflung.faults import FaultPlan
 from farflung.loop import Checkpoints, Replica
-from farflung.recipes import recipe
+from farflung.recipes import parse_recipe
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.streams import RateLimited, iterator
 from farflung.telemetry import Event, Telemetry
@@ -83,7 +83,11 @@ class Streamed:
         self.events: list[list[Event]] = [[] for _ in range(size)]
         self.replicas = []
         for rank, make in enumerate(streams):
-            parts = recipe("synchronous").but(schedule=schedule, scaling=scaling).parts(3)
+            parts = (
+                parse_recipe("synchronous")
+                .with_members(schedule=schedule, scaling=scaling)
+                .build_components(3)
+            )
             parts = replace(parts, stream=make())
             if sharing is not None:
                 parts = replace(parts, sharing=sharing())
@@ -94,7 +98,7 @@ class Streamed:
                     Training(steps, 4, 0.05, seed=3, learning_rate_schedule=rates),
                     parts,
                     Telemetry(rank, self.events[rank].append),
-                    None if folder is None else Checkpoints(folder, rank, size, leader=rank == 0),
+                    None if folder is None else Checkpoints(folder, rank, size, is_leader=rank == 0),
                 )
             )
 
@@ -124,31 +128,31 @@ class Counted(InMemory):
       counts: of each step.
     """
 
-    everything = False
+    has_random_access = False
 
     def __init__(self, counts: Sequence[int]) -> None:
         self._counts = counts
 
-    def poll(self, now: float, step: int) -> Arrivals:
+    def poll(self, time_s: float, step: int) -> Arrivals:
         return Arrivals(torch.arange(SAMPLES), count=self._counts[step])
 
 
 class Greedy(Stream):
     """Everything is there after a step or two, and all of it is shown; the 4 oldest are trained on."""
 
-    everything = False
+    has_random_access = False
 
     def __init__(self) -> None:
         self.held: list[int] = []
         self.arrived = 0
         self.used: list[int] = []
 
-    def open(self, feed: Any) -> Samples:
-        data: Samples = feed.data
+    def start(self, context: Any) -> Samples:
+        data: Samples = context.data
         return data
 
-    def poll(self, now: float, step: int) -> Arrivals:
-        del now, step
+    def poll(self, time_s: float, step: int) -> Arrivals:
+        del time_s, step
         new = range(self.arrived, min(self.arrived + 10, SAMPLES))
         self.held += new
         self.arrived += len(new)
@@ -163,7 +167,7 @@ class Greedy(Stream):
     def state_dict(self) -> dict[str, Any]:
         return {"held": torch.tensor(self.held), "arrived": self.arrived}
 
-    def seek(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.held, self.arrived = state["held"].tolist(), state["arrived"]
 
     def close(self) -> None:
@@ -176,14 +180,14 @@ class Greedy(Stream):
 def test_what_arrives_between_steps_is_trained_on_later() -> None:
     run = Streamed(Greedy, Greedy, steps=16).whole()
     for replica in run.replicas:
-        assert isinstance(replica.parts.stream, Greedy)
-        assert replica.parts.stream.used == list(range(SAMPLES))
+        assert isinstance(replica.components.stream, Greedy)
+        assert replica.components.stream.used == list(range(SAMPLES))
 
 
 def test_a_step_that_is_broken_off_loses_no_sample() -> None:
     run, unbroken = Streamed(Greedy), Streamed(Greedy).steps(5)
     (replica,) = run.replicas
-    loss = replica.workload.loss
+    loss = replica.workload.compute_losses
 
     def broken(model: Any, batch: Batch) -> torch.Tensor:
         del model, batch
@@ -191,7 +195,7 @@ def test_a_step_that_is_broken_off_loses_no_sample() -> None:
 
     async def go() -> None:
         for step in range(6):
-            replica.workload.loss = broken if step == 2 else loss  # type: ignore[method-assign]
+            replica.workload.compute_losses = broken if step == 2 else loss  # type: ignore[method-assign]
             if step == 2:
                 with pytest.raises(DataError, match="out of memory"):
                     await replica.step()
@@ -200,8 +204,8 @@ def test_a_step_that_is_broken_off_loses_no_sample() -> None:
 
     run.world.run([go()])
     assert torch.equal(run.weights(), unbroken.weights())
-    assert isinstance(replica.parts.stream, Greedy)
-    assert replica.parts.stream.used == list(range(20))
+    assert isinstance(replica.components.stream, Greedy)
+    assert replica.components.stream.used == list(range(20))
 
 
 def test_a_checkpoint_in_the_middle_of_a_step_keeps_its_samples(tmp_path: Path) -> None:
@@ -210,7 +214,7 @@ def test_a_checkpoint_in_the_middle_of_a_step_keeps_its_samples(tmp_path: Path) 
     (replica,) = run.replicas
 
     async def fetched() -> None:
-        await replica.drawing.batch(replica.step_done)
+        await replica.batch_loader.load_batch(replica.completed_steps)
         await replica.save()
 
     run.world.run([fetched()])
@@ -218,8 +222,8 @@ def test_a_checkpoint_in_the_middle_of_a_step_keeps_its_samples(tmp_path: Path) 
     again.replicas[0].resume(3)
     again.steps(3)
     assert torch.equal(again.weights(), unbroken.weights())
-    assert isinstance(again.replicas[0].parts.stream, Greedy)
-    assert again.replicas[0].parts.stream.used == list(range(12, 24))
+    assert isinstance(again.replicas[0].components.stream, Greedy)
+    assert again.replicas[0].components.stream.used == list(range(12, 24))
 
 
 @pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)", "delayed(delay=2, period=2)"])
@@ -295,22 +299,22 @@ def test_unlike_batches_count_as_one_large_batch() -> None:
     work = run.replicas[0].workload
     begin = run.weights()
     drawn: list[Batch] = []
-    loss = work.loss
+    loss = work.compute_losses
 
     def kept(model: Any, batch: Batch) -> torch.Tensor:
         drawn.append(batch)
         return loss(model, batch)
 
     for replica in run.replicas:
-        replica.workload.loss = kept  # type: ignore[method-assign]
-        stream = replica.parts.stream
+        replica.workload.compute_losses = kept  # type: ignore[method-assign]
+        stream = replica.components.stream
         stream.poll(-1.0, -1)  # so there are 2 and 6 when the first step asks
     run.steps(1)
     assert sorted(len(batch) for batch in drawn) == [2, 6]
     pooled = Batch(
         torch.cat([batch.inputs for batch in drawn]), torch.cat([batch.targets for batch in drawn])
     )
-    model = Quadratic(dim=6, samples=SAMPLES).model(torch.Generator())
+    model = Quadratic(dim=6, samples=SAMPLES).build_model(torch.Generator())
     with torch.no_grad():
         next(model.parameters()).copy_(begin)
     loss(model, pooled).mean().backward()
@@ -338,7 +342,9 @@ def test_a_stream_says_what_its_step_weighs() -> None:
         with torch.no_grad():
             next(model.parameters()).copy_(begin)
         model.zero_grad()
-        alone.loss(model, alone.datasets()[0].take(torch.tensor(list(share)), train=True)).mean().backward()
+        alone.compute_losses(
+            model, alone.load_datasets()[0].take(torch.tensor(list(share)), train=True)
+        ).mean().backward()
         own.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
     moved = (begin - 0.05 * (3 * own[0] + own[1]) / 4).tolist()
     run = Streamed(fed(3.0), fed(1.0), steps=1).steps(1)
@@ -382,9 +388,10 @@ def test_nothing_more_rides_where_batches_are_alike() -> None:
         work = Quadratic(dim=6, samples=SAMPLES)
         training = Training(steps=1, batch_size=4, learning_rate=0.05)
         world = VirtualWorld(2)
-        parts = recipe("synchronous").but(stream=stream)
+        parts = parse_recipe("synchronous").with_members(stream=stream)
         replicas = [
-            Replica(r, work, training, parts.parts(0), Telemetry(r.comm.rank)) for r in world.runtimes
+            Replica(r, work, training, parts.build_components(0), Telemetry(r.comm.rank))
+            for r in world.runtimes
         ]
 
         async def one(replica: Replica) -> None:
@@ -400,7 +407,7 @@ class Telling(RateLimited):
     """Tells how fast it is."""
 
     def report_metadata(self) -> Mapping[str, float]:
-        return {"rates": self._course.at(0.0) if hasattr(self, "_course") else 0.0}
+        return {"rates": self._course.get_rate(0.0) if hasattr(self, "_course") else 0.0}
 
 
 def test_a_stream_tells_numbers_of_its_own() -> None:
@@ -447,7 +454,7 @@ def test_the_iterator_in_the_documentation(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "example.py").write_text(example)
     readings = runpy.run_path(str(tmp_path / "example.py"))["readings"]
     monkeypatch.chdir(tmp_path)
-    rows = Quadratic(dim=6, samples=SAMPLES).datasets()[0].rows(torch.arange(14))
+    rows = Quadratic(dim=6, samples=SAMPLES).load_datasets()[0].get_rows(torch.arange(14))
     lines = [
         json.dumps({"inputs": inputs, "targets": target}) + "\n"
         for inputs, target in zip(rows.inputs.tolist(), rows.targets.tolist(), strict=True)
@@ -496,8 +503,8 @@ def test_who_falls_silent_is_put_out_all_the_same(during: str) -> None:
     )
     with pytest.raises(DeadlinePassed, match="lost rank 0"):
         run.whole()
-    assert run.world.clock.now() >= at_s + 1.0
-    assert run.world.clock.now() <= max(at_s, 8.0) + 2.0
+    assert run.world.clock.time() >= at_s + 1.0
+    assert run.world.clock.time() <= max(at_s, 8.0) + 2.0
 
 
 # --- decisions --------------------------------------------------------------------------------------------------
@@ -532,17 +539,17 @@ def test_each_replica_keeps_its_decisions_and_makes_them_again_on_other_devices(
 class ToTheNext(Sharing):
     """Every second step each replica sends its first rows to the next one, which trains on them too."""
 
-    data_leaves_device = True
+    has_data_transfers = True
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         return step % 2 == 1
 
     async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
         del samples, step
-        hop = channel.hops(1)
+        hop = channel.reserve_hops(1)
         channel.send(Payload((rows.inputs[:1], rows.targets[:1])), (channel.rank + 1) % channel.size, hop)
-        expect = tuple(TensorSpec.of(tensor[:1]) for tensor in (rows.inputs, rows.targets))
-        inputs, targets = (await channel.recv((channel.rank - 1) % channel.size, hop, expect)).tensors()
+        expect = tuple(TensorSpec.from_tensor(tensor[:1]) for tensor in (rows.inputs, rows.targets))
+        inputs, targets = (await channel.recv((channel.rank - 1) % channel.size, hop, expect)).iter_tensors()
         return Batch(torch.cat([rows.inputs, inputs]), torch.cat([rows.targets, targets]))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from farflung.membership import Certificate, Member, Message, Report, View
+from farflung.membership import EndCertificate, Member, MemberReport, Message, View
 from tests.membership.mutants import MUTANTS
 from tests.membership.world import Broken, unsigned
 
@@ -54,27 +54,31 @@ class Effects:
     def begin(self, held: tuple[int, ...]) -> None:
         self.held = held
         self.sent: list[tuple[str, Message]] = []
-        self.kept: Report | None = None
+        self.kept: MemberReport | None = None
         self.reason: str | None = None
 
     def send(self, name: str, message: Message) -> None:
         self.sent.append((name, message))
 
-    def keep(self, report: Report) -> None:
+    def store_report(self, report: MemberReport) -> None:
         self.kept = report
 
     def freeze(self) -> tuple[int, ...]:
         return self.held
 
-    def install(self, view: View) -> None:
-        if self.held and not {*range(view.newest[0] + 1), *view.newest}.issuperset(self.held):
-            raise Broken(f"a member holds {self.held}, view {view.number} begins after {view.newest}")
-        self.held = (view.newest[-1],)
+    def install_view(self, view: View) -> None:
+        if self.held and not {*range(view.whole_exchanges[0] + 1), *view.whole_exchanges}.issuperset(
+            self.held
+        ):
+            raise Broken(
+                f"a member holds {self.held}, view {view.number} begins after {view.whole_exchanges}"
+            )
+        self.held = (view.whole_exchanges[-1],)
 
-    def hand(self, view: View) -> None:
+    def send_handovers(self, view: View) -> None:
         pass
 
-    def suspend(self, view: View) -> bool:
+    def did_suspend(self, view: View) -> bool:
         return False
 
     def stop(self, reason: str) -> None:
@@ -87,7 +91,7 @@ class State:
 
     members: dict[str, Member]
     held: dict[str, tuple[int, ...]]
-    kept: dict[str, Report | None]
+    kept: dict[str, MemberReport | None]
     queues: dict[tuple[str, str], Queue]
     up: frozenset[frozenset[str]]
     decided: dict[int, View]
@@ -116,8 +120,8 @@ class Search:
         for name, member in members.items():
             for other in MEMBERS:
                 if other != name:
-                    member.back(other)
-            member._due.clear()  # they have told each other of the view
+                    member.handle_connection(other)
+            member._report_targets.clear()  # they have told each other of the view
         pairs = frozenset(frozenset(pair) for pair in itertools.combinations(MEMBERS, 2))
         self.first = State(members, HELD, {}, {}, pairs, {1: view}, faults)
 
@@ -236,10 +240,10 @@ class Search:
         after = copied(member)
         try:
             if arguments[-1:] == (None,):
-                after.lost(arguments[0])
+                after.handle_loss(arguments[0])
             else:
                 getattr(after, method)(*arguments)
-            after.settle()
+            after.process_events()
         except Broken as error:
             raise Broken(f"{error}; {describe(path)}") from None
         queues = dict(state.queues)
@@ -279,7 +283,7 @@ class Search:
             view
             for view in views
             if all(
-                x in state.members and state.members[x].view == view and not state.members[x].frozen
+                x in state.members and state.members[x].view == view and not state.members[x].is_frozen
                 for x in view.members
             )
         ]
@@ -299,17 +303,17 @@ class Search:
                     raise Broken(
                         f"{name} is connected to {other}, and not told of its view; {describe(state.path)}"
                     )
-            if member.frozen:
-                part = Member._part(member)  # whatever a mutant does
+            if member.is_frozen:
+                part = Member._find_participants(member)  # whatever a mutant does
                 linked = all(frozenset(pair) in state.up for pair in itertools.combinations(part, 2))
                 if (
                     name in part
                     and linked
                     and same.issuperset(part)
-                    and Member._is_quorum(member, part, member._wills)
+                    and Member._is_quorum(member, part, member._view_certificates)
                 ):
                     raise Broken(f"{name} hangs in {view}; {describe(state.path)}")
-            elif len(same) < len(view.members) or any(state.members[x].frozen for x in same):
+            elif len(same) < len(view.members) or any(state.members[x].is_frozen for x in same):
                 raise Broken(f"{name} trains in {view} alone; {describe(state.path)}")
 
     # --- keys -------------------------------------------------------------------------------------------------------
@@ -335,27 +339,27 @@ class Search:
         if found is None:
             key = (
                 member.view,
-                tuple(sorted(member._know.items())),
-                tuple((x, self.message_key(c)) for x, c in sorted(member._wills.items())),
+                tuple(sorted(member._fact_counts.items())),
+                tuple((x, self.message_key(c)) for x, c in sorted(member._view_certificates.items())),
                 tuple((x, self.message_key(r)) for x, r in sorted(member._reports.items())),
-                tuple(sorted((vote, tuple(sorted(names))) for vote, names in member._accepted.items())),
-                member._held,
+                tuple(sorted((vote, tuple(sorted(names))) for vote, names in member._voters.items())),
+                member._held_exchanges,
                 member._vote,
-                frozenset(member.connected),
+                frozenset(member.connected_names),
                 frozenset(member._guests),
-                frozenset(member._down),
+                frozenset(member._disconnected_names),
                 frozenset(member._certificates),
-                member._leaving,
+                member._is_leaving,
             )
             self._keys[id(member)] = found = member, hash(key)
         return found[1]
 
     def message_key(self, message: Message | None) -> Any:
-        if message is None or not isinstance(message, Report | Certificate):
+        if message is None or not isinstance(message, MemberReport | EndCertificate):
             return message
         found = self._keys.get(id(message))
         if found is None:
-            if isinstance(message, Report):
+            if isinstance(message, MemberReport):
                 view, know, wills, held, vote = message
                 key: Any = (
                     view,
@@ -365,7 +369,10 @@ class Search:
                     vote,
                 )
             else:
-                key = message.name, None if message.will is None else self.message_key(message.will)
+                key = (
+                    message.name,
+                    None if message.final_report is None else self.message_key(message.final_report),
+                )
             self._keys[id(message)] = found = message, hash(key)
         return found[1]
 
@@ -374,7 +381,7 @@ def copied(member: Member) -> Member:
     after = object.__new__(type(member))
     for name, value in vars(member).items():
         setattr(after, name, value.copy() if isinstance(value, set | dict) else value)
-    after._accepted = {vote: set(names) for vote, names in member._accepted.items()}
+    after._voters = {vote: set(names) for vote, names in member._voters.items()}
     return after
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from farflung.membership import Certificate, Member, Report, View, Vote, is_majority
+from farflung.membership import EndCertificate, Member, MemberReport, View, Vote, is_majority
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -22,7 +22,7 @@ class CutLeaveDenominator(Member):
 
     def _is_quorum(self, names: Collection[str], dead: Collection[str]) -> bool:
         assert self.view is not None
-        return is_majority(set(names), self.view.members, {*dead, *self._down})
+        return is_majority(set(names), self.view.members, {*dead, *self._disconnected_names})
 
 
 class AnyHalf(Member):
@@ -37,86 +37,94 @@ class AnyHalf(Member):
 class WillWithoutVote(Member):
     """A certificate has an exit code and no vote."""
 
-    def died(self, certificate: Certificate) -> None:
-        will = certificate.will
-        super().died(certificate._replace(will=will and will._replace(vote=None)))
+    def handle_certificate(self, certificate: EndCertificate) -> None:
+        will = certificate.final_report
+        super().handle_certificate(certificate._replace(final_report=will and will._replace(vote=None)))
 
 
 class WillWithoutKnowledge(Member):
     """A certificate has a vote, but its promise is not kept."""
 
-    def died(self, certificate: Certificate) -> None:
-        will = certificate.will
-        super().died(certificate._replace(will=will and will._replace(know={}, wills={})))
+    def handle_certificate(self, certificate: EndCertificate) -> None:
+        will = certificate.final_report
+        super().handle_certificate(
+            certificate._replace(final_report=will and will._replace(fact_counts={}, certificates={}))
+        )
 
 
 class SendBeforeKeep(Member):
     """A message leaves before its sender's will knows of it."""
 
-    def _tell(self, names: Collection[str], message: Report | Vote) -> None:
+    def _broadcast(self, names: Collection[str], message: MemberReport | Vote) -> None:
         for name in sorted(names):
             self._driver.send(name, message)
-        self._driver.keep(self._report())
+        self._driver.store_report(self._build_report())
 
 
 class WithoutVotes(Member):
     """Unanimous reports decide."""
 
-    def _cast(self) -> None:
+    def _cast_vote(self) -> None:
         assert self.view is not None
-        part = self._part()
-        if self.name in part and self._is_quorum(part, self._wills):
-            reports = self._unanimous(part, self._report())
+        part = self._find_participants()
+        if self.name in part and self._is_quorum(part, self._view_certificates):
+            reports = self._collect_unanimous(part, self._build_report())
             if reports is not None:
-                self._install(self._value(reports))
+                self._install_view(self._choose_value(reports))
 
 
 class WithoutEarlierVotes(Member):
     """Earlier votes are not adopted."""
 
-    def _value(self, reports: Mapping[str, Report]) -> View:
-        return self._successor(reports)
+    def _choose_value(self, reports: Mapping[str, MemberReport]) -> View:
+        return self._build_successor(reports)
 
 
 class WithoutUnanimity(Member):
     """A quorum of frozen reports is enough, whatever they know."""
 
-    def _unanimous(self, part: Iterable[str], own: Report) -> dict[str, Report] | None:
-        names = list(part)
-        reports = {x: own if x == self.name else self._reports.get(x) for x in names}
+    def _collect_unanimous(
+        self, participants: Iterable[str], own_report: MemberReport
+    ) -> dict[str, MemberReport] | None:
+        names = list(participants)
+        reports = {x: own_report if x == self.name else self._reports.get(x) for x in names}
         frozen = {
-            x: report for x, report in reports.items() if report is not None and report.held is not None
+            x: report
+            for x, report in reports.items()
+            if report is not None and report.held_exchanges is not None
         }
-        return frozen if self._is_quorum(frozen, self._wills) else None
+        return frozen if self._is_quorum(frozen, self._view_certificates) else None
 
 
 class OldestHeld(Member):
     """A view begins after the exchanges that all hold, not those that any holds."""
 
-    def _successor(self, reports: Mapping[str, Report]) -> View:
-        view = super()._successor(reports)
-        return view._replace(newest=view.newest[:1], holders=view.holders[:1])
+    def _build_successor(self, reports: Mapping[str, MemberReport]) -> View:
+        view = super()._build_successor(reports)
+        return view._replace(whole_exchanges=view.whole_exchanges[:1], holders=view.holders[:1])
 
 
 class WithoutLateAnswer(Member):
     """A process of an older view is not told of the newer one when it connects or reports."""
 
-    def back(self, name: str) -> None:
-        super().back(name)
-        self._due.discard(name)
+    def handle_connection(self, name: str) -> None:
+        super().handle_connection(name)
+        self._report_targets.discard(name)
 
-    def _hear_report(self, source: str, report: Report) -> None:
+    def _handle_report(self, source: str, report: MemberReport) -> None:
         if self.view is None or report.view.number >= self.view.number:
-            super()._hear_report(source, report)
+            super()._handle_report(source, report)
 
 
 class AccusedLeave(Member):
     """Each member to which a connection is cut is left out, in the place of the fewest that break all cut pairs."""
 
-    def _part(self) -> list[str]:
+    def _find_participants(self) -> list[str]:
         assert self.view is not None
-        accused = {fact.other for fact, count in self._know.items() if fact.kind == "link" and count % 2}
-        return [x for x in self.view.members if x not in self._wills and x not in accused]
+        accused = {
+            fact.peer for fact, count in self._fact_counts.items() if fact.kind == "link" and count % 2
+        }
+        return [x for x in self.view.members if x not in self._view_certificates and x not in accused]
 
 
 class Mutant(NamedTuple):

@@ -172,7 +172,7 @@ class Plan:
     def redo(self) -> None:
         for node in self.pick():
             self.note(f"{node.name} asks for a new view")
-            node.do(node.member.redo)
+            node.do(node.member.request_new_view)
 
     def join(self) -> None:
         name = f"{chr(ord('t') + self.joined)}"
@@ -236,7 +236,7 @@ class Plan:
 
     def settled(self) -> list[Node]:
         """Those that will not go on by themselves."""
-        return [node for node in self.living() if node.member.view is None or node.member.frozen]
+        return [node for node in self.living() if node.member.view is None or node.member.is_frozen]
 
     def check_stuck(self, node: Node) -> None:
         """A quorum that can talk installs a view, and all that can hear of a view have."""
@@ -246,16 +246,21 @@ class Plan:
             newer = other.member.view is not None and other.member.view.number > member.view.number
             if newer and self.world.link(node.name, other.name).up:
                 raise Broken(f"{node.name} is connected to {other.name}, and not told of its view")
-        part = Member._part(member)  # whatever a mutant does
+        part = Member._find_participants(member)  # whatever a mutant does
         agree = all(nodes[x].lives and nodes[x].member.view == member.view for x in part)
         linked = all(self.world.link(*pair).up for pair in itertools.combinations(part, 2))
-        if agree and linked and node.name in part and Member._is_quorum(member, part, member._wills):
+        if (
+            agree
+            and linked
+            and node.name in part
+            and Member._is_quorum(member, part, member._view_certificates)
+        ):
             raise Broken(f"{node.name} hangs in view {member.view}: {''.join(part)} could decide")
 
     def check_guest(self, node: Node) -> None:
         for other in self.living():
             view = other.member.view
-            if view is not None and not other.member.frozen and other.lives:
+            if view is not None and not other.member.is_frozen and other.lives:
                 if all(self.world.link(node.name, x).up for x in view.members):
                     raise Broken(f"{node.name} is connected to all of {view}, and not let in")
 
@@ -265,7 +270,7 @@ class Plan:
             assert view is not None
             for name in view.members:
                 other = self.world.nodes[name]
-                if not other.lives or other.member.view != view or other.member.frozen:
+                if not other.lives or other.member.view != view or other.member.is_frozen:
                     raise Broken(f"{node.name} trains in {view}, {name} does not: {other.reason}")
             if node.whole != (LAST,):
                 raise Broken(f"{node.name} ends with {node.whole}, lacking {node.lacking}")

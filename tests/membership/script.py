@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Literal
 
-from farflung.membership import Certificate, Member, Message, Report, View, Vote
+from farflung.membership import EndCertificate, Member, MemberReport, Message, View, Vote
 from tests.membership.world import unsigned
 
 __all__ = ["Script"]
@@ -19,7 +19,7 @@ class Script:
     ) -> None:
         view = View(1, tuple(members), (0,), (tuple(members),))
         self.wires: defaultdict[tuple[str, str], list[Message]] = defaultdict(list)
-        self.kept: dict[str, Report] = {}
+        self.kept: dict[str, MemberReport] = {}
         self.returns = False
         """Whether those that are evicted ask to be admitted again."""
         self.ends_with_vote = ""
@@ -33,33 +33,33 @@ class Script:
         self.reasons: dict[str, str] = {}
         for name, member in self.members.items():
             for other in self.members.keys() - {name}:
-                member.back(other)
-            member.settle()
+                member.handle_connection(other)
+            member.process_events()
         self.wires.clear()
 
     def lose(self, name: str, others: str) -> None:
         """A member notices that connections are closed."""
         for other in others:
-            self.members[name].lost(other)
+            self.members[name].handle_loss(other)
             self.wires[name, other].clear()
-        self.members[name].settle()
+        self.members[name].process_events()
 
     def pass_on(self, *pairs: str) -> None:
         """Pass on all that is under way, and let the receivers settle afterwards."""
         for source, name in map(tuple, pairs):
             messages, self.wires[source, name] = self.wires[source, name], []
             for message in messages:
-                self.members[name].hear(source, message)
+                self.members[name].handle_message(source, message)
         for name in sorted({pair[1] for pair in pairs}):
-            self.members[name].settle()
+            self.members[name].process_events()
 
     def certify(self, dead: str, name: str) -> None:
-        self.members[name].died(Certificate(dead, -9, self.kept.get(dead), ""))
+        self.members[name].handle_certificate(EndCertificate(dead, -9, self.kept.get(dead), ""))
 
     def until_quiet(self) -> None:
         """Let all settle, and pass messages on until none is under way."""
         for member in self.members.values():
-            member.settle()
+            member.process_events()
         while under_way := [source + name for (source, name), messages in self.wires.items() if messages]:
             self.pass_on(*under_way)
 
@@ -68,8 +68,8 @@ class Script:
         member = Member(name, Wire(self, name), unsigned)
         self.held[name] = ()
         for other, peer in self.members.items():
-            member.back(other)
-            peer.guest(name)
+            member.handle_connection(other)
+            peer.handle_guest(name)
         self.members[name] = member
         return member
 
@@ -83,20 +83,20 @@ class Wire:
             self.script.wires[self.name, name].append(message)
             self.ended = isinstance(message, Vote) and self.name == self.script.ends_with_vote
 
-    def keep(self, report: Report) -> None:
+    def store_report(self, report: MemberReport) -> None:
         if not self.ended:
             self.script.kept[self.name] = report
 
     def freeze(self) -> tuple[int, ...]:
         return self.script.held.get(self.name, (0,))
 
-    def install(self, view: View) -> None:
+    def install_view(self, view: View) -> None:
         pass
 
-    def hand(self, view: View) -> None:
+    def send_handovers(self, view: View) -> None:
         self.script.handed[self.name] = view
 
-    def suspend(self, view: View) -> bool:
+    def did_suspend(self, view: View) -> bool:
         return self.script.returns
 
     def stop(self, reason: str) -> None:

@@ -23,10 +23,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from farflung.faults import FaultPlan
-from farflung.lab import Lab, run_job, why_not
-from farflung.network import network_profile
-from farflung.runs import EVENTS, listener
-from farflung.runs.joining import NETWORK
+from farflung.lab import Lab, explain_missing, run_job
+from farflung.network import find_network
+from farflung.runs import EVENTS_VARIABLE, listen_for_events
+from farflung.runs.joining import NETWORK_VARIABLE
 from farflung.telemetry import read_events
 from tests.membership import plans, test_elastic
 
@@ -52,7 +52,7 @@ def agreement(seed: int) -> str:
 def lab(seed: int) -> str:
     """Train in real processes under a seed's plan without its joins: those that end have one model, others say why."""
     size, plan, recipe, _ = test_elastic.plan(seed)
-    nodes = size - len(plan.absent)
+    nodes = size - len(plan.joining_ranks)
     plan = FaultPlan(tuple(fault for fault in plan.faults if fault.rank < nodes))
     crashing, leaving = (
         {fault.rank for fault in plan.faults if fault.kind == kind} for kind in ("crash", "leave")
@@ -68,11 +68,13 @@ def lab(seed: int) -> str:
         # Each rank is the first of its machine and has a folder of its own, so each keeps its model.
         own = f"LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 exec {shlex.join(train)} --out {folder}/rank-$RANK"
         logs = [stack.enter_context((folder / f"{rank}.log").open("w+b")) for rank in range(nodes)]
-        told = stack.enter_context(listener(folder))
-        links = stack.enter_context(Lab(network_profile(LINKS), nodes, seed=seed))
-        environment = {**os.environ, EVENTS: told.getsockname(), NETWORK: LINKS}
+        told = stack.enter_context(listen_for_events(folder))
+        links = stack.enter_context(Lab(find_network(LINKS), nodes, seed=seed))
+        environment = {**os.environ, EVENTS_VARIABLE: told.getsockname(), NETWORK_VARIABLE: LINKS}
         outputs = [log.fileno() for log in logs]
-        codes = run_job(links, ["sh", "-c", own], environment, outputs, plan=plan, told=told).exit_codes
+        codes = run_job(
+            links, ["sh", "-c", own], environment, outputs, plan=plan, event_socket=told
+        ).exit_codes
         models = set()
         for rank, code in enumerate(codes):
             said = (folder / f"{rank}.log").read_text()
@@ -104,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, help="of plans")
     parser.add_argument("--lab", action="store_true", help="real processes too; needs root")
     given = parser.parse_args(arguments)
-    if given.lab and (lacking := why_not()):
+    if given.lab and (lacking := explain_missing()):
         parser.error(f"--lab: {lacking}")
     minutes = (math.inf if given.count else 10.0) if given.minutes is None else given.minutes
     first = random.randrange(10**6) if given.seed is None else given.seed

@@ -11,8 +11,8 @@ from farflung.comm import ExchangeChannel, Purpose
 from farflung.errors import WaitEnded
 from farflung.faults import FaultPlan
 from farflung.membership import View
-from farflung.membership.among import Among, ViewChannel
 from farflung.membership.connections import Connections
+from farflung.membership.subgroup import Subgroup, ViewChannel
 from farflung.network import Link
 from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
@@ -23,14 +23,14 @@ def test_an_attempt_that_resumes_in_a_newer_view_neither_sends_nor_takes_message
     comm = Mock(rank=0, size=3, lane=None)
     comm.recv.return_value = comm.send.return_value = Pending()
     views = ["first"]
-    channel = ExchangeChannel(comm, Purpose.STEP.at(7), 0)
-    attempt = ViewChannel(Among(comm, [0, 2]), channel, lambda: views[-1] == "first")
+    channel = ExchangeChannel(comm, Purpose.STEP.build_exchange_id(7), 0)
+    attempt = ViewChannel(Subgroup(comm, [0, 2]), channel, lambda: views[-1] == "first")
     payload = Payload((torch.zeros(2),))
-    assert not attempt.recv(1, 0).done
-    assert not attempt.send(payload, 1, 0).done
+    assert not attempt.recv(1, 0).is_done
+    assert not attempt.send(payload, 1, 0).is_done
     sent, calls = attempt.sent_nbytes, len(comm.mock_calls)
     views.append("second")
-    attempt.land(1, 0, torch.zeros(2))
+    attempt.post_recv_buffer(1, 0, torch.zeros(2))
     for ended in (attempt.recv(1, 1), attempt.send(payload, 1, 1)):
         with pytest.raises(WaitEnded, match="rank 2"):
             raise ended.error  # type: ignore[misc]
@@ -39,14 +39,16 @@ def test_an_attempt_that_resumes_in_a_newer_view_neither_sends_nor_takes_message
 
 def test_one_that_stood_still_itself_counts_the_silence_of_others_from_then_on() -> None:
     """An answer takes longer than the time between two questions, and what arrived meanwhile is not heard yet."""
-    world = VirtualWorld(2, Link(1.0), faults=FaultPlan().hang(0, at_s=0.2, for_s=50.0), whole=False)
+    world = VirtualWorld(
+        2, Link(1.0), faults=FaultPlan().hang(0, at_s=0.2, for_s=50.0), needs_all_members=False
+    )
     view = View(1, ("0", "1"), (0,), (("0", "1"),))
     member = Mock(connected={"1"})
 
     async def watch(runtime: VirtualRuntime) -> float:
         connections = Connections(runtime, member, lambda: view, 2.0, False, lambda: None)
-        assert await connections.asked(0.5) == {"1"}
-        return connections.silent_s("1")
+        assert await connections.probe_members(0.5) == {"1"}
+        return connections.compute_silence_s("1")
 
     async def rest(runtime: VirtualRuntime) -> float:
         await runtime.sleep_until(60.0)

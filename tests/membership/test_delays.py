@@ -101,7 +101,7 @@ def test_delays_and_messages_are_those_of_the_design(case: str) -> None:
     assert world.messages == messages
     if delays is None:
         (node,) = living
-        assert node.member.frozen
+        assert node.member.is_frozen
         node.do(node.member.give_up)
         assert world.told == [
             "b: no agreement on view 2; connected: none; may be alive: a; "

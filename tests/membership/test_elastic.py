@@ -17,28 +17,28 @@ from typing_extensions import override
 
 from benchmarks.elastic.run import SCHEDULES
 from farflung.comm import Purpose
-from farflung.engine.flight import _packed, _unpacked
-from farflung.errors import ConfigError, Left, RunLost
+from farflung.engine.flight import _pack_result, _unpack_result
+from farflung.errors import ConfigError, ReplicaLeft, RunLost
 from farflung.faults import Fault, FaultPlan
 from farflung.loop import Replica
 from farflung.loop.summary import Summary
-from farflung.membership import Elastic, View
+from farflung.membership import PaxosMembership, View
 from farflung.membership.agreement import Agreement
-from farflung.membership.among import ViewChannel
 from farflung.membership.exchanges import ExchangeLog
 from farflung.membership.joining import Joiner
 from farflung.membership.roster import Roster
-from farflung.network import NetworkProfile, network_profile
+from farflung.membership.subgroup import ViewChannel
+from farflung.network import NetworkProfile, find_network
 from farflung.recipes import RECIPES
 from farflung.runs.config import SimulatedConfig
 from farflung.runs.replicas import make_replica
-from farflung.runs.simulation import whole
-from farflung.sampling import Uniform
+from farflung.runs.simulation import run_replica
+from farflung.sampling import UniformSampler
 from farflung.sim import VirtualWorld
 from farflung.state_trees import pack_tree
 from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
-from farflung.types import CodecState, Draw, Payload, PoolView, Reduced, State
+from farflung.types import CodecState, Draw, DrawContext, Payload, ReduceResult, State
 from farflung.workloads.synthetic import Quadratic
 from tests.covering import diagonal, thorough
 
@@ -70,8 +70,8 @@ class Square(nn.Module):
 
 class Squares(Quadratic):
     @override
-    def model(self, generator: torch.Generator) -> nn.Module:
-        return Square(next(super().model(generator).parameters()))
+    def build_model(self, generator: torch.Generator) -> nn.Module:
+        return Square(next(super().build_model(generator).parameters()))
 
 
 def large() -> Quadratic:
@@ -79,17 +79,17 @@ def large() -> Quadratic:
     return Quadratic(dim=40_000, samples=16, groups=2)
 
 
-class Noted(Uniform):
+class Noted(UniformSampler):
     """Notes which positions are drawn, by step and rank."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.drawn: dict[int, list[int]] = {}
 
-    def next(self, view: PoolView) -> Draw:
-        draw = super().next(view)
-        taken, count = self._latest[view.step]
-        self.drawn[view.step] = _part(taken, view.rank * count, count)
+    def draw(self, context: DrawContext) -> Draw:
+        draw = super().draw(context)
+        taken, count = self._history[context.step]
+        self.drawn[context.step] = _part(taken, context.rank * count, count)
         return draw
 
 
@@ -113,7 +113,7 @@ class Ended:
     @property
     def survivors(self) -> list[Replica]:
         """Those that have done all steps and are in the newest view of these."""
-        done: list[Any] = [replica for replica in self.replicas if replica.step_done == self.steps]
+        done: list[Any] = [replica for replica in self.replicas if replica.completed_steps == self.steps]
         done = [
             replica for replica in done if not replica.runtime.elastic.joins
         ]  # these have followed to the end
@@ -128,8 +128,11 @@ def note(elastic: Any, ended: Ended) -> None:
     hold, adopt = log._hold, log._adopt
 
     def noted_hold(logged: Any, value: Any) -> None:
-        if logged.exchange in (Purpose.STEP.at(logged.step), Purpose.FLUSH.at(logged.step)):
-            made[logged.number] = logged.step, set(elastic.roster.contributors(logged.begun))
+        if logged.exchange in (
+            Purpose.STEP.build_exchange_id(logged.step),
+            Purpose.FLUSH.build_exchange_id(logged.step),
+        ):
+            made[logged.number] = logged.step, set(elastic.roster.list_contributors(logged.begun))
         hold(logged, value)
 
     async def noted_adopt(logged: Any, view: View, giver: int) -> None:
@@ -170,10 +173,10 @@ def run(
     )
     world = VirtualWorld(
         size,
-        network=network or network_profile("wifi-10mbps"),
+        network=network or find_network("wifi-10mbps"),
         seconds_per_sample=seconds_per_sample,
         faults=faults,
-        whole=False,
+        needs_all_members=False,
         count_evaluation=True,
         deadline_s=deadline_s,
     )
@@ -188,27 +191,29 @@ def run(
             runtime: Any = runtime, telemetry: Any = telemetry, rank: int = rank, drawn: Any = drawn
         ) -> Replica:
             replica = make_replica(runtime, config.task, config.recipe, config.training, telemetry)
-            replica.parts.sampler.__class__ = Noted
-            replica.parts.sampler.drawn = drawn  # type: ignore[attr-defined]
+            replica.components.sampler.__class__ = Noted
+            replica.components.sampler.drawn = drawn  # type: ignore[attr-defined]
             ended.replicas[rank : rank + 1] = [replica]
             return replica
 
         again.append(make)
-        reach = make().parts.schedule.reach
-        members = [rank for rank in range(size) if rank not in faults.absent]
-        runtime.elastic = Elastic(
+        reach = make().components.schedule.max_steps_ahead
+        members = [rank for rank in range(size) if rank not in faults.joining_ranks]
+        runtime.elastic = PaxosMembership(
             runtime,
             b"key",
-            least=least,
+            min_members=least,
             quorum=quorum,
             patience_s=deadline_s,
-            returns=returns,
-            reach=reach,
+            can_return=returns,
+            max_steps_ahead=reach,
             members=members,
         )
         note(runtime.elastic, ended)
     try:
-        for summary, model in world.run([whole(*each) for each in zip(ended.replicas, again, strict=True)]):
+        for summary, model in world.run(
+            [run_replica(*each) for each in zip(ended.replicas, again, strict=True)]
+        ):
             ended.models.append(model)
             ended.summaries.append(summary)
             ended.losses.append(summary.final_loss or 0.0)
@@ -235,9 +240,9 @@ def check(ended: Ended) -> None:
     }
     assert len(shared) == 1, "states of the reducer that all share differ"
     elastic: Any = survivors[0].runtime.elastic
-    sampler: Any = survivors[0].parts.sampler
-    known = [replica.parts.sampler for replica in (*survivors, *ended.replicas)]
-    counts = Counter(position for one in sampler._returned for position in one)
+    sampler: Any = survivors[0].components.sampler
+    known = [replica.components.sampler for replica in (*survivors, *ended.replicas)]
+    counts = Counter(position for one in sampler._returned_ranges for position in one)
     for step in range(ended.steps):
         taken, count = next(one._latest[step] for one in known if step in one._latest)  # type: ignore[attr-defined]
         for place, rank in enumerate(elastic.at(step).ranks):
@@ -250,7 +255,7 @@ def check(ended: Ended) -> None:
             drawn: Any = ended.replicas[rank].parts.sampler
             assert returned or ended.replicas[rank] not in survivors or drawn.drawn[step] == positions
     assert counts == Counter(range(sampler._cursor))
-    assert ended.samples == {counts.total() - sum(map(len, sampler._returned))}
+    assert ended.samples == {counts.total() - sum(map(len, sampler._returned_ranges))}
     contributed: dict[int, set[int]] = {}
     for replica in survivors:
         known_made: Any = replica.runtime.elastic
@@ -318,7 +323,9 @@ def checked(seed: int) -> Ended:
     ended = run(size, faults, recipe, seed=seed, **how)
     check(ended)
     changes = [one.runtime.elastic.changes for one in ended.replicas if one.runtime.elastic is not None]
-    if len(ended.models) == size and not any(one.lost or one.joined for each in changes for one in each):
+    if len(ended.models) == size and not any(
+        one.lost_ranks or one.joined_ranks for each in changes for one in each
+    ):
         plain = run(size, FaultPlan(), recipe, seed=seed, **how).models[0]
         assert all(torch.equal(ended.models[0][name], tensor) for name, tensor in plain.items())
     return ended
@@ -412,7 +419,7 @@ def test_without_a_fault_an_elastic_run_is_bit_identical(schedule: str) -> None:
 def test_results_are_freed_without_the_garbage_collector(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hold, held = ExchangeLog._hold, list[weakref.ref[torch.Tensor]]()
+    hold, held = ExchangeLog._store_result, list[weakref.ref[torch.Tensor]]()
 
     def noted(self: ExchangeLog, logged: Any, value: Any) -> None:
         given = logged.make.__closure__ or ()
@@ -420,7 +427,7 @@ def test_results_are_freed_without_the_garbage_collector(
         hold(self, logged, value)
         held.extend(map(weakref.ref, logged.kept))
 
-    monkeypatch.setattr(ExchangeLog, "_hold", noted)
+    monkeypatch.setattr(ExchangeLog, "_store_result", noted)
     gc.disable()
     try:
         ended = run(3, FaultPlan(), f"synchronous(schedule='{schedule}')")
@@ -493,7 +500,7 @@ def test_one_whose_first_step_is_beyond_the_last_of_the_run_leaves() -> None:
     ended = run(3, FaultPlan().join(2, at_step=STEPS - 1))
     assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 1]
     elastic: Any = ended.replicas[2].runtime.elastic
-    assert isinstance(elastic.agreement.error, Left)
+    assert isinstance(elastic.agreement.error, ReplicaLeft)
     assert str(elastic.agreement.error) == "the run has ended before this replica could begin"
     check(ended)
 
@@ -532,7 +539,11 @@ def test_a_run_in_which_nothing_moves_though_all_answer_ends_by_name(monkeypatch
     recv = ViewChannel.recv
 
     def stall(self: ViewChannel, *message: Any) -> Pending[Payload]:
-        return Pending() if self.tag(0).exchange == Purpose.STEP.at(3) else recv(self, *message)
+        return (
+            Pending()
+            if self.get_tag(0).exchange == Purpose.STEP.build_exchange_id(3)
+            else recv(self, *message)
+        )
 
     monkeypatch.setattr(ViewChannel, "recv", stall)
     ended = run(2, FaultPlan().crash(1, at_s=30.0), deadline_s=0.1)
@@ -548,7 +559,7 @@ def test_one_that_flaps_comes_back_later_each_time() -> None:
     ended = run(3, plan, **{**LONG, "steps": 1500})
     check(ended)
     elastic: Any = ended.survivors[0].runtime.elastic
-    back = [change.t for change in elastic.changes if change.joined]
+    back = [change.time_s for change in elastic.changes if change.joined]
     delays = [t - (1.0 + 5 * number) for number, t in enumerate(back)]
     assert len(delays) == 3
     assert delays[0] < 0.2
@@ -562,7 +573,7 @@ def test_a_replica_joins(schedule: str, members: str) -> None:
     assert len(ended.models) == 3
     (change,) = ended.replicas[0].runtime.elastic.changes[1:]  # type: ignore[union-attr]
     assert change.ranks == (0, 1, 2)
-    assert change.joined == (2,)
+    assert change.joined_ranks == (2,)
     check(ended)
 
 
@@ -576,8 +587,8 @@ def test_one_that_is_connected_is_admitted_once_its_replica_is_there(monkeypatch
     monkeypatch.setattr(Joiner, "receive_state", late)
     ended = run(3, FaultPlan().join(2, at_s=0.1), **LONG)
     (change,) = ended.replicas[0].runtime.elastic.changes[1:]  # type: ignore[union-attr]
-    assert (change.joined, len(ended.models)) == ((2,), 3)
-    assert change.t > 0.5
+    assert (change.joined_ranks, len(ended.models)) == ((2,), 3)
+    assert change.time_s > 0.5
     assert change.step > 5  # the others have gone on
     check(ended)
 
@@ -586,17 +597,17 @@ def test_one_that_joins_exchanges_by_the_collectives_that_the_others_have_chosen
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They agree on them before the run; one that took the usual ones would wait for messages that nobody sends."""
-    init, chosen = Elastic.__init__, dict.fromkeys(range(4, 1024, 4), "ring")
+    init, chosen = PaxosMembership.__init__, dict.fromkeys(range(4, 1024, 4), "ring")
 
-    def choose(self: Elastic, runtime: Any, *options: Any, members: list[int], **more: Any) -> None:
+    def choose(self: PaxosMembership, runtime: Any, *options: Any, members: list[int], **more: Any) -> None:
         if runtime.comm.rank in members:
             runtime.comm.auto = chosen
         init(self, runtime, *options, members=members, **more)
 
-    monkeypatch.setattr(Elastic, "__init__", choose)
+    monkeypatch.setattr(PaxosMembership, "__init__", choose)
     ended = run(3, FaultPlan().join(2, at_s=0.2), "synchronous(collective=auto)")
     assert len(ended.models) == 3
-    assert ended.replicas[2].runtime.comm.auto == chosen
+    assert ended.replicas[2].runtime.comm.auto_collectives == chosen
     check(ended)
 
 
@@ -608,7 +619,7 @@ def test_one_that_joins_a_resumed_run_has_sent_nothing_before(monkeypatch: pytes
     def resumed(*parts: Any) -> Replica:
         replica = make(*parts)
         if replica.runtime.comm.rank < 2:
-            replica._sent_before = {"gradients": [10**6] * 3}
+            replica._earlier_sent = {"gradients": [10**6] * 3}
         return replica
 
     monkeypatch.setattr("tests.membership.test_elastic.make_replica", resumed)
@@ -627,7 +638,7 @@ def test_one_that_joins_within_a_block_has_no_updates_of_the_one_that_gave_the_s
     async def noted(self: Replica) -> None:
         await join(self)
         for merge, _, state in self.engine._merge_states:
-            if merge.moves == "gradient":
+            if merge.average_target == "gradient":
                 continue
             assert state.anchor is not None
             states.append((state.has_updates, state.local.get("given"), state.anchor.clone()))
@@ -673,13 +684,13 @@ def test_one_that_has_joined_hands_over_what_the_one_before_it_alone_held(
     schedule: str, joined_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replica's last results do not arrive at another one; it gives them to one that joins, and crashes."""
-    hand, handed = Agreement.hand, list[tuple[str, int]]()
+    hand, handed = Agreement.send_handovers, list[tuple[str, int]]()
 
     def noted(self: Agreement, view: View) -> None:
-        handed.extend((x.giver, x.exchange) for x in view.transfers() if x.receiver in view.holders[0])
+        handed.extend((x.giver, x.exchange) for x in view.list_handovers() if x.receiver in view.holders[0])
         hand(self, view)
 
-    monkeypatch.setattr(Agreement, "hand", noted)
+    monkeypatch.setattr(Agreement, "send_handovers", noted)
     for before_ms in range(10, 30, 4):
         cut_s = joined_s - before_ms / 1000
         faults = FaultPlan().join(2, at_s=0.2).cut(0, 1, at_s=cut_s, for_s=3.0, one_way=True)
@@ -722,22 +733,22 @@ def test_the_others_go_on_where_some_leave(name: str, schedule: str) -> None:
     assert [replica.runtime.comm.rank for replica in ended.survivors] == survivors
     for fault in faults.faults:
         elastic: Any = ended.replicas[fault.rank].runtime.elastic
-        assert isinstance(elastic.agreement.error, Left) == (fault.kind == "leave")
+        assert isinstance(elastic.agreement.error, ReplicaLeft) == (fault.kind == "leave")
     check(ended)
 
 
 def test_an_exchange_is_made_once_where_a_view_ends_as_soon_as_it_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install, under_way = Agreement.install, list[int]()
+    install, under_way = Agreement.install_view, list[int]()
 
     def twice(self: Agreement, view: View) -> None:
         install(self, view)
-        under_way.append(sum(logged.kept is None for logged in self.log._logged.values()))
+        under_way.append(sum(logged.stored_result is None for logged in self.log._exchanges.values()))
         self.freeze()
         install(self, view._replace(number=view.number + 1))
 
-    monkeypatch.setattr(Agreement, "install", twice)
+    monkeypatch.setattr(Agreement, "install_view", twice)
     ended = run(2, FaultPlan().crash(1, at_s=0.05))
     assert ended.error is None
     assert under_way == [1]
@@ -755,9 +766,9 @@ def test_one_that_cannot_leave_by_a_view_has_not_left() -> None:
 
 def test_a_result_that_is_given_teaches_what_all_share() -> None:
     q, metadata = {"8x8": torch.ones(1, 8, 1)}, torch.zeros(3, dtype=torch.float64)
-    given = _unpacked(_packed(Reduced(torch.ones(4), 2.0, metadata, taught={"q": q})))
-    assert given.learn is not None
-    learned = given.learn(CodecState({"q": {}, "seed": 5}, {"residual": {"8x8": q["8x8"]}}))
+    given = _unpack_result(_pack_result(ReduceResult(torch.ones(4), 2.0, metadata, shared_delta={"q": q})))
+    assert given.update_state is not None
+    learned = given.update_state(CodecState({"q": {}, "seed": 5}, {"residual": {"8x8": q["8x8"]}}))
     assert torch.equal(learned.shared["q"]["8x8"], q["8x8"])
     assert learned.shared["seed"] == 5
     assert learned.local.keys() == {"residual"}
@@ -771,14 +782,14 @@ def test_one_that_leaves_hands_over_what_it_alone_holds(
     members: str, cut_s: float, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is lost before that, the exchange is made again without it."""
-    hand, handed = Agreement.hand, Counter[str]()
+    hand, handed = Agreement.send_handovers, Counter[str]()
 
     def noted(self: Agreement, view: View) -> None:
-        handed.update(one.giver for one in view.transfers())
+        handed.update(one.giver for one in view.list_handovers())
         if not lost:
             hand(self, view)
 
-    monkeypatch.setattr(Agreement, "hand", noted)
+    monkeypatch.setattr(Agreement, "send_handovers", noted)
     faults = FaultPlan().cut(0, 1, at_s=cut_s, for_s=0.5, one_way=True).leave(0, at_s=cut_s + 0.02)
     ended = run(3, faults, f"synchronous(collective='ring', {members})")
     assert handed == {"0": 2}
@@ -842,6 +853,6 @@ def test_a_run_ends_by_name_where_the_agreement_fails(monkeypatch: pytest.Monkey
     def fails(*_: object) -> None:
         raise ValueError("what nothing expects")
 
-    monkeypatch.setattr(Roster, "change", fails)
+    monkeypatch.setattr(Roster, "record_change", fails)
     with pytest.raises(RunLost, match="the agreement on members failed: ValueError: what nothing expects"):
         raise run(3, FaultPlan().crash(1, at_s=0.1)).error or AssertionError

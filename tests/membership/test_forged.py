@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from farflung.faults import FaultPlan
-from farflung.membership import Malformed, MessageCodec, Report, Vote, elastic
+from farflung.membership import MalformedMessage, MemberReport, MessageCodec, Vote, elastic
 from farflung.membership.agreement import Agreement
 from tests.membership.test_elastic import Ended, check, run
 
@@ -50,8 +50,8 @@ class Forged(Agreement):
     left: int
 
     @override
-    def _hear(self, source: str, text: bytes) -> None:
-        super()._hear(source, text)
+    def _handle_message(self, source: str, text: bytes) -> None:
+        super()._handle_message(source, text)
         if not text.startswith(b"["):
             return
         said: list[tuple[str, bytes]] = self.__dict__.setdefault("said", [])
@@ -68,30 +68,30 @@ class Forged(Agreement):
         match self.draw.randrange(4):
             case 0:
                 dead = self.draw.choice(self.roster.view.members)
-                with pytest.raises(Malformed, match="signature"):
-                    self.certified(OTHER.encode(OTHER.certify(dead, -9, None)))
+                with pytest.raises(MalformedMessage, match="signature"):
+                    self.handle_certificate(OTHER.encode(OTHER.sign_certificate(dead, -9, None)))
                 return "wrong key"
-            case 1 if str(CRASHED) in self.connections.closed:
-                certificate = self.codec.certify(str(CRASHED), -9, None)
-                super()._hear(source, self.codec.encode(certificate))
+            case 1 if str(CRASHED) in self.connections.closed_names:
+                certificate = self.codec.sign_certificate(str(CRASHED), -9, None)
+                super()._handle_message(source, self.codec.encode(certificate))
                 return "certificate again"
             case 2 if old := [one for one in said if self._is_old(one[1])]:
-                super()._hear(*self.draw.choice(old))
+                super()._handle_message(*self.draw.choice(old))
                 return "another view"
         text = damaged(self.draw, text)
         try:
             message = self.codec.decode(text)
-        except Malformed:
-            gone = [str(CRASHED)] if str(CRASHED) in self.connections.closed else []
+        except MalformedMessage:
+            gone = [str(CRASHED)] if str(CRASHED) in self.connections.closed_names else []
             for name in gone:
-                super()._hear(name, text)
+                super()._handle_message(name, text)
             return "malformed, of a rank that has crashed" if gone else "malformed"
         assert self.codec.decode(self.codec.encode(message)) == message
         return "another message"
 
     def _is_old(self, text: bytes) -> bool:
         message = self.codec.decode(text)
-        return (isinstance(message, Report) and message.view.number < self.roster.view.number) or (
+        return (isinstance(message, MemberReport) and message.view.number < self.roster.view.number) or (
             isinstance(message, Vote) and message.value.number <= self.roster.view.number
         )
 
@@ -121,9 +121,9 @@ class Deaf(Agreement):
     receivers: tuple[str, ...]
 
     @override
-    def _hear(self, source: str, text: bytes) -> None:
+    def _handle_message(self, source: str, text: bytes) -> None:
         malformed = source == "2" and self.member.name in self.receivers and text.startswith(b"[")
-        super()._hear(source, b"{" if malformed else text)
+        super()._handle_message(source, b"{" if malformed else text)
 
 
 CRASH, RESET = FaultPlan().crash(1, at_step=3), FaultPlan().reset(3, 1, at_step=3)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from benchmarks.elastic.run import SCHEDULES
 from farflung.faults import Fault, FaultPlan
-from farflung.membership.connections import text_payload
-from farflung.membership.giving import NEWS, StateGiver
+from farflung.membership.connections import build_payload
+from farflung.membership.giving import NEWS, StatePublisher
 from farflung.membership.member import Member
-from farflung.network import Link, NetworkProfile, network_profile
+from farflung.network import Link, NetworkProfile, find_network
 from farflung.sim import VirtualWorld
 from farflung.trees import pack_tensors, unpack_tensors
 from tests.covering import thorough
@@ -34,7 +34,7 @@ def homes(tmp_path: Path) -> NetworkProfile:
         'name = "homes"\n[[site]]\nname = "homes"\ninside = { latency_s = 0.01 }\n'
         f"up_bps = {BPS:g}\ndown_bps = {BPS:g}\n"
     )
-    return network_profile(str(file))
+    return find_network(str(file))
 
 
 def joined(ended: Ended) -> dict[str, Any]:
@@ -85,21 +85,21 @@ def test_an_exchange_that_lasts_holds_up_who_joins_for_half_of_the_patience(
 ) -> None:
     """It takes six seconds, and the view that it is made in ends meanwhile."""
     worlds, asked_s, ended_s = list[VirtualWorld](), list[float](), list[float]()
-    patience_s, settle = 3.0, Member.settle
+    patience_s, settle = 3.0, Member.process_events
 
     def make(*args: Any, **options: Any) -> VirtualWorld:
         worlds.append(VirtualWorld(*args, **options))
         return worlds[-1]
 
     def noted(self: Member, **how: bool) -> None:
-        waits = self.has_candidates and not self.frozen
+        waits = self.has_candidates and not self.is_frozen
         settle(self, **how)
         if waits:
-            (ended_s if self.frozen else asked_s).append(worlds[0].clock.now())
+            (ended_s if self.is_frozen else asked_s).append(worlds[0].clock.time())
 
     monkeypatch.setattr("tests.membership.test_elastic.VirtualWorld", make)
-    monkeypatch.setattr(Member, "settle", noted)
-    how: dict[str, Any] = {"network": NetworkProfile.uniform(Link(0.01, 2e5)), "evaluate_every": 0}
+    monkeypatch.setattr(Member, "process_events", noted)
+    how: dict[str, Any] = {"network": NetworkProfile.create_uniform(Link(0.01, 2e5)), "evaluate_every": 0}
     ended = run(3, FaultPlan().join(2, at_s=0.5), workload="large", steps=3, deadline_s=patience_s, **how)
     check(ended)
     assert joined(ended)
@@ -167,15 +167,15 @@ def test_one_that_is_too_far_behind_is_waited_for(
 def test_malformed_news_lose_their_sender(
     news: str, homes: NetworkProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell = StateGiver._tell
+    tell = StatePublisher._send_news
 
-    def forged(self: StateGiver, rank: int, told: Any) -> None:
+    def forged(self: StatePublisher, rank: int, told: Any) -> None:
         if self._comm.rank == 1:
-            self._comm.send(text_payload(news.encode()), rank, NEWS, -1)
+            self._comm.send(build_payload(news.encode()), rank, NEWS, -1)
         else:
             tell(self, rank, told)
 
-    monkeypatch.setattr(StateGiver, "_tell", forged)
+    monkeypatch.setattr(StatePublisher, "_send_news", forged)
     ended = slow_run(homes, "synchronous", FaultPlan().join(3, at_s=0.3), 4)
     assert ended.error is None
     joiner: Any = ended.replicas[3].runtime.elastic
@@ -218,7 +218,7 @@ def joins_under_faults(seed: int) -> None:
     for rank in range(first, size) if ended.error is None else ():
         elastic: Any = ended.replicas[rank].runtime.elastic
         over = "the run has ended" in str(elastic.agreement.error) if elastic is not None else False
-        assert rank in gone or over or ended.replicas[rank].step_done == 60, (
+        assert rank in gone or over or ended.replicas[rank].completed_steps == 60, (
             f"rank {rank}: {elastic.agreement.error}"
         )
 

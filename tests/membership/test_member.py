@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from farflung.membership import Report, Transfer, View, Vote
+from farflung.membership import Handover, MemberReport, View, Vote
 from tests.membership.script import Script
 
 
 def test_redo_brings_the_same_members_a_new_number() -> None:
     script = Script("abc")
-    script.members["b"].redo()
+    script.members["b"].request_new_view()
     script.until_quiet()
     view = View(2, tuple("abc"), (0,), (tuple("abc"),))
     assert [member.view for member in script.members.values()] == [view] * 3
-    assert not any(member.frozen for member in script.members.values())
+    assert not any(member.is_frozen for member in script.members.values())
 
 
 def test_redo_is_no_wish_while_the_view_ends_anyway() -> None:
     script = Script("abc")
     script.lose("a", "c")
     ballot = script.kept["a"].ballot
-    script.members["a"].redo()
-    script.members["a"].settle()
+    script.members["a"].request_new_view()
+    script.members["a"].process_events()
     assert script.kept["a"].ballot == ballot
 
 
@@ -34,7 +34,7 @@ def test_a_member_votes_once_at_each_ballot() -> None:
     (vote,) = [message for message in script.wires["a", "b"] if isinstance(message, Vote)]
     script.held["a"] = (0, 1)
     for _ in range(3):
-        script.members["a"].settle()
+        script.members["a"].process_events()
     assert [message for message in script.wires["a", "b"] if isinstance(message, Vote)] == [vote]
 
 
@@ -54,13 +54,13 @@ def test_a_member_that_leaves_hands_over_what_it_alone_holds() -> None:
     view = View(2, ("a", "c"), (4, 5, 6), (("c", "a", "b"), ("c",), ("b",)))
     assert script.members["a"].view == script.members["c"].view == view
     assert script.handed == {"b": view, "c": view}
-    assert view.transfers() == [Transfer("c", "a", 5), Transfer("b", "a", 6), Transfer("b", "c", 6)]
+    assert view.list_handovers() == [Handover("c", "a", 5), Handover("b", "a", 6), Handover("b", "c", 6)]
 
 
 def test_exchanges_in_flight_are_the_union_of_what_members_hold() -> None:
     script = Script("abc")
     script.held = {"a": (7, 9), "b": (8,), "c": (7, 10)}
-    script.members["a"].redo()
+    script.members["a"].request_new_view()
     script.until_quiet()
     holders = (("a", "b", "c"), ("b",), ("a",), ("c",))
     assert script.members["a"].view == View(2, tuple("abc"), (7, 8, 9, 10), holders)
@@ -73,16 +73,16 @@ def test_a_joiner_receives_the_state_and_is_the_most_junior() -> None:
     script.until_quiet()
     assert joiner.view == View(2, ("a", "b", "A"), (3, 4), (("b", "a"), ("b",)))
     assert joiner.view is not None
-    assert joiner.view.transfers() == [Transfer("b", "A", 3), Transfer("b", "a", 4)]
+    assert joiner.view.list_handovers() == [Handover("b", "A", 3), Handover("b", "a", 4)]
 
 
 def test_a_guest_that_some_members_cannot_reach_is_not_let_in() -> None:
     script = Script("abc")
     joiner = script.join("d")
-    script.members["c"].lost("d")
+    script.members["c"].handle_loss("d")
     script.until_quiet()
     assert joiner.view is None
-    assert not any(script.members[x].frozen for x in "abc")
+    assert not any(script.members[x].is_frozen for x in "abc")
     joiner.give_up()
     assert script.reasons == {"d": "no view has admitted this process"}
 
@@ -98,9 +98,9 @@ def test_a_view_whose_members_lack_the_model_stops_by_name() -> None:
     joiner = script.join("b")
     script.until_quiet()
     assert joiner.view is not None
-    script.members["b"].lost("a")
+    script.members["b"].handle_loss("a")
     script.certify("a", "b")  # before it could give the state
-    joiner.settle()
+    joiner.process_events()
     assert script.reasons == {"b": "no member of view 3 holds the model"}
 
 
@@ -110,11 +110,11 @@ def test_with_a_quorum_of_one_both_halves_go_on() -> None:
     script.lose("b", "a")
     views = [script.members[x].view for x in "ab"]
     assert views == [View(2, (x,), (0,), ((x,),)) for x in "ab"]
-    script.members["a"].back("b")
-    script.members["b"].back("a")
+    script.members["a"].handle_connection("b")
+    script.members["b"].handle_connection("a")
     script.until_quiet()
     assert [script.members[x].view for x in "ab"] == views
-    script.members["b"].redo()
+    script.members["b"].request_new_view()
     script.until_quiet()
     assert script.reasons == {"a": "evicted by view 3"}
 
@@ -122,7 +122,7 @@ def test_with_a_quorum_of_one_both_halves_go_on() -> None:
 def test_give_up_does_nothing_while_the_view_goes_on() -> None:
     script = Script("ab")
     script.members["a"].give_up()
-    assert not script.members["a"].stopped
+    assert not script.members["a"].is_stopped
 
 
 def test_a_member_that_gives_up_counts_as_dead() -> None:
@@ -136,8 +136,8 @@ def test_a_member_that_gives_up_counts_as_dead() -> None:
         "needed: more than half of 4 members, or half with a"
     }
     script.pass_on("ab")
-    script.members["b"].back("c")
-    script.members["c"].back("b")
+    script.members["b"].handle_connection("c")
+    script.members["c"].handle_connection("b")
     script.until_quiet()
     assert script.members["b"].view == script.members["c"].view == View(2, ("b", "c"), (0,), (("b", "c"),))
 
@@ -150,7 +150,7 @@ def test_one_that_ends_on_an_error_counts_as_dead() -> None:
     script.members["a"].end()
     script.pass_on("ab")
     script.until_quiet()
-    assert script.members["a"].stopped
+    assert script.members["a"].is_stopped
     assert script.members["b"].view == View(2, ("b",), (0,), (("b",),))
 
 
@@ -164,7 +164,7 @@ def test_a_report_of_an_older_view_is_answered_though_no_connection_was_lost_her
     script.pass_on("ab", "ba")
     script.pass_on("ab", "ba")
     assert script.members["b"].view == View(2, ("a", "b"), (0,), (("a", "b"),))
-    script.members["b"].connected.add("c")  # its transport has replaced a connection and told nothing
+    script.members["b"].connected_names.add("c")  # its transport has replaced a connection and told nothing
     script.wires.clear()
     script.lose("c", "a")
     script.until_quiet()
@@ -173,10 +173,10 @@ def test_a_report_of_an_older_view_is_answered_though_no_connection_was_lost_her
 
 def test_a_process_in_no_relation_is_no_concern() -> None:
     script = Script("ab")
-    script.members["a"].lost("elsewhere")
+    script.members["a"].handle_loss("elsewhere")
     script.certify("b", "b")
     script.until_quiet()
-    assert not any(member.frozen for member in script.members.values())
+    assert not any(member.is_frozen for member in script.members.values())
 
 
 def test_one_that_is_suspended_takes_no_older_view_for_its_own() -> None:
@@ -187,10 +187,10 @@ def test_one_that_is_suspended_takes_no_older_view_for_its_own() -> None:
     script.lose("b", "c")
     script.until_quiet()
     left, view = script.members["c"], View(1, tuple("abc"), (0,), (tuple("abc"),))
-    left.hear("a", Report(View(2, ("a", "b"), (0,), (("a", "b"),)), {}, {}, None, None))
+    left.handle_message("a", MemberReport(View(2, ("a", "b"), (0,), (("a", "b"),)), {}, {}, None, None))
     assert left.view is None
-    left.hear("b", Report(view, {}, {}, None, None))
+    left.handle_message("b", MemberReport(view, {}, {}, None, None))
     assert left.view is None
     again = View(3, tuple("abc"), (0,), (("a", "b"),))
-    left.hear("a", Report(again, {}, {}, None, None))
+    left.handle_message("a", MemberReport(again, {}, {}, None, None))
     assert left.view == again

@@ -7,27 +7,38 @@ import random
 
 import pytest
 
-from farflung.membership import Certificate, Fact, Malformed, Message, MessageCodec, Report, View, Vote
+from farflung.membership import (
+    EndCertificate,
+    Fact,
+    MalformedMessage,
+    MemberReport,
+    Message,
+    MessageCodec,
+    View,
+    Vote,
+)
 
 CODEC = MessageCodec(b"a key")
 FIRST = View(1, ("a", "b", "c", "d"), (0,), (("a", "b", "c", "d"),))
 SECOND = View(2, ("a", "b", "t"), (11, 12, 14), (("a", "b"), ("b",), ("a",)))
 VOTE = Vote(9, ("c", "d"), SECOND)
-EARLIER = CODEC.certify("c", -9, Report(FIRST, {Fact("link", "c", "a"): 1}, {}, (11,), None))
-LATER = CODEC.certify(
-    "d", 0, Report(FIRST, {Fact("link", "d", "c"): 3, Fact("leave", "d"): 1}, {"c": EARLIER}, (11, 14), VOTE)
+EARLIER = CODEC.sign_certificate("c", -9, MemberReport(FIRST, {Fact("link", "c", "a"): 1}, {}, (11,), None))
+LATER = CODEC.sign_certificate(
+    "d",
+    0,
+    MemberReport(FIRST, {Fact("link", "d", "c"): 3, Fact("leave", "d"): 1}, {"c": EARLIER}, (11, 14), VOTE),
 )
-REPORT = Report(
+REPORT = MemberReport(
     FIRST, {Fact("redo", "a"): 2, Fact("link", "b", "t"): 2}, {"d": LATER, "c": EARLIER}, (12,), VOTE
 )
 MESSAGES: dict[str, Message] = {
     "report": REPORT,
-    "report that is not frozen": Report(FIRST, {}, {}, None, None),
-    "report without the model": Report(SECOND, {}, {}, (), None),
+    "report that is not frozen": MemberReport(FIRST, {}, {}, None, None),
+    "report without the model": MemberReport(SECOND, {}, {}, (), None),
     "vote": VOTE,
     "vote for a view without members": Vote(1, (), View(2, (), (3,), (("a",),))),
     "certificate": LATER,
-    "certificate without a will": CODEC.certify("e", 137, None),
+    "certificate without a will": CODEC.sign_certificate("e", 137, None),
 }
 
 
@@ -44,10 +55,10 @@ def test_the_ballot_is_the_sum_of_counts_and_the_number_of_certificates() -> Non
 def test_each_certificate_travels_once_however_wills_are_nested() -> None:
     names = [f"m{place}" for place in range(30)]
     view = View(1, tuple(names), (0,), (tuple(names),))
-    wills: dict[str, Certificate] = {}
+    wills: dict[str, EndCertificate] = {}
     for name in names[1:]:
-        wills = {**wills, name: CODEC.certify(name, -9, Report(view, {}, wills, (0,), None))}
-    data = CODEC.encode(Report(view, {}, wills, (0,), None))
+        wills = {**wills, name: CODEC.sign_certificate(name, -9, MemberReport(view, {}, wills, (0,), None))}
+    data = CODEC.encode(MemberReport(view, {}, wills, (0,), None))
     assert len(data) < 60_000
     assert CODEC.encode(CODEC.decode(data)) == data
 
@@ -104,7 +115,7 @@ VIEW, KNOW, WILLS, HELD, IN_VOTE = range(5)
     ],
 )
 def test_what_is_malformed_is_refused(path: tuple[int, ...], value: object, complaint: str) -> None:
-    with pytest.raises(Malformed, match=complaint):
+    with pytest.raises(MalformedMessage, match=complaint):
         CODEC.decode(change(path, value))
 
 
@@ -112,13 +123,13 @@ def test_what_is_malformed_is_refused(path: tuple[int, ...], value: object, comp
     "data", [b"", b"{", b"{}", b"[]", b"[null,null,[]]", b"\xff", b"[" * 100_000, b" " * (1 << 23)]
 )
 def test_what_is_no_message_at_all_is_refused(data: bytes) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedMessage):
         CODEC.decode(data)
 
 
 @pytest.mark.parametrize("other", [MessageCodec(b"another key")])
 def test_certificates_of_another_run_or_key_are_refused(other: MessageCodec) -> None:
-    with pytest.raises(Malformed, match="signature"):
+    with pytest.raises(MalformedMessage, match="signature"):
         other.decode(CODEC.encode(REPORT))
     assert other.decode(CODEC.encode(VOTE)) == VOTE
 
@@ -141,6 +152,6 @@ def test_damaged_bytes_are_refused_or_are_another_message(seed: int) -> None:
                 del data[place : place + draw.randint(1, len(data) // 8)]
         try:
             message = CODEC.decode(bytes(data))
-        except Malformed:
+        except MalformedMessage:
             continue
         assert CODEC.decode(CODEC.encode(message)) == message

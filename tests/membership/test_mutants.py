@@ -48,10 +48,10 @@ def promise_of_the_dead(rules: type[Member]) -> Script:
     script.wires["a", "b"].clear()
     for dead in "de":
         script.certify(dead, "c")
-    script.members["c"].back("b")
-    script.members["b"].back("c")
-    script.members["b"].settle()
-    script.members["c"].settle()
+    script.members["c"].handle_connection("b")
+    script.members["b"].handle_connection("c")
+    script.members["b"].process_events()
+    script.members["c"].process_events()
     for _ in range(4):
         script.pass_on("bc", "cb")
     return script
@@ -78,15 +78,15 @@ def vote_of_the_dead(rules: type[Member]) -> Script:
     script.certify("d", "b")
     script.certify("d", "c")
     for _ in range(4):
-        script.members["b"].settle()
-        script.members["c"].settle()
+        script.members["b"].process_events()
+        script.members["c"].process_events()
         script.pass_on("bc", "cb")
     return script
 
 
 def test_a_vote_is_kept_before_it_is_sent() -> None:
     script = vote_of_the_dead(Member)
-    assert script.members["b"].stopped
+    assert script.members["b"].is_stopped
     assert script.members["b"].view == script.members["a"].view
     script = vote_of_the_dead(SendBeforeKeep)
     assert script.members["b"].view == View(2, ("b", "c"), (0,), (("b", "c"),)), (

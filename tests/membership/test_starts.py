@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from farflung.comm import Purpose
-from farflung.engine.averaging import broadcast, unlike
+from farflung.engine.averaging import broadcast, find_unequal
 from farflung.errors import FarflungError
 from farflung.faults import FaultPlan
-from farflung.membership import Elastic
-from farflung.network import network_profile
+from farflung.membership import PaxosMembership
+from farflung.network import find_network
 from farflung.runs.config import SimulatedConfig
 from farflung.runs.replicas import make_replica
-from farflung.runs.simulation import whole
+from farflung.runs.simulation import run_replica
 from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.telemetry import Event, Telemetry
-from farflung.wall.visits import _agreed_key
+from farflung.wall.visits import _agree_key
 from tests.covering import thorough
 
 STEPS, DEADLINE_S, TENSORS = 6, 2.0, 300
@@ -55,10 +55,10 @@ def start(size: int, faults: FaultPlan, schedule: str = "synchronous", seed: int
     )
     world = VirtualWorld(
         size,
-        network=network_profile("wifi-10mbps"),
+        network=find_network("wifi-10mbps"),
         seconds_per_sample=0.001,
         faults=faults,
-        whole=False,
+        needs_all_members=False,
         deadline_s=DEADLINE_S,
         count_evaluation=True,
         seed=seed,
@@ -73,18 +73,23 @@ def start(size: int, faults: FaultPlan, schedule: str = "synchronous", seed: int
         tensors = [torch.full((100,), float(rank)) for _ in range(TENSORS)]
         ended.stages[rank] = "start"
         try:
-            unequal = await unlike(runtime, tensors, 0, purpose=Purpose.START)
+            unequal = await find_unequal(runtime, tensors, 0, purpose=Purpose.START)
             await broadcast(runtime, [tensors[index] for index in unequal], 0)
             assert all(not tensor.any() for tensor in tensors)
-            key = await runtime.launch(_agreed_key(runtime, range(size)))  # type: ignore[arg-type]
-            runtime.elastic = Elastic(runtime, key, patience_s=DEADLINE_S, reach=replica.parts.schedule.reach)
-            ended.stages[rank], ended.begun_s[rank] = "trains", runtime.now()
-            _, ended.models[rank] = await whole(replica)
+            key = await runtime.launch(_agree_key(runtime, range(size)))  # type: ignore[arg-type]
+            runtime.elastic = PaxosMembership(
+                runtime,
+                key,
+                patience_s=DEADLINE_S,
+                max_steps_ahead=replica.components.schedule.max_steps_ahead,
+            )
+            ended.stages[rank], ended.begun_s[rank] = "trains", runtime.read_clock()
+            _, ended.models[rank] = await run_replica(replica)
             ended.stages[rank] = "ended"
         except FarflungError as error:
             ended.errors[rank] = error
         finally:
-            ended.ended_s[rank] = runtime.now()
+            ended.ended_s[rank] = runtime.read_clock()
 
     world.run([attach(runtime) for runtime in world.runtimes])
     return ended

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from farflung.membership import Certificate, Member, Message, MessageCodec, Report, View, Vote
+from farflung.membership import EndCertificate, Member, MemberReport, Message, MessageCodec, View, Vote
 
 __all__ = ["LAST", "Broken", "Link", "Node", "World", "unsigned"]
 
@@ -45,8 +45,8 @@ class Again(NamedTuple):
     """A wish of a process that was evicted, to be admitted again."""
 
 
-def unsigned(name: str, exit_code: int, will: Report | None) -> Certificate:
-    return Certificate(name, exit_code, will, "")
+def unsigned(name: str, exit_code: int, will: MemberReport | None) -> EndCertificate:
+    return EndCertificate(name, exit_code, will, "")
 
 
 class Link:
@@ -70,7 +70,7 @@ class Node:
         self.world, self.name = world, name
         self.alive, self.paused, self.fuse = True, False, -1
         self.reason: str | None = None
-        self.kept: Report | None = None
+        self.kept: MemberReport | None = None
         self.backlog: list[Callable[[], None]] = []
         self.epochs: dict[str, int] = {}
         self.settling = False
@@ -100,26 +100,28 @@ class Node:
             self.fuse -= 1
             if self.fuse < 0:
                 raise Crashed
-        if isinstance(message, Report | Vote | Certificate):
+        if isinstance(message, MemberReport | Vote | EndCertificate):
             self.world.messages += 1
         self.world.transmit(self, name, message)
 
-    def keep(self, report: Report) -> None:
+    def store_report(self, report: MemberReport) -> None:
         self.kept = report
 
     def freeze(self) -> tuple[int, ...]:
         self.running = self.world.without == "freeze"
         return self.whole if self.has_model else ()
 
-    def install(self, view: View) -> None:
+    def install_view(self, view: View) -> None:
         self.view = view
         self.contributions.clear()
         if not self.has_model:  # exchanges that were given before the state are not committed
             self.base, self.extra = -1, set()
-        covered = {*range(view.newest[0] + 1), *view.newest}
+        covered = {*range(view.whole_exchanges[0] + 1), *view.whole_exchanges}
         if self.has_model and not covered.issuperset(self.whole):
-            raise Broken(f"{self.name} holds {self.whole}, view {view.number} begins after {view.newest}")
-        self.lacking = {x.exchange: x.giver for x in view.transfers() if x.receiver == self.name}
+            raise Broken(
+                f"{self.name} holds {self.whole}, view {view.number} begins after {view.whole_exchanges}"
+            )
+        self.lacking = {x.exchange: x.giver for x in view.list_handovers() if x.receiver == self.name}
         self.running = True
         self.world.entered(self)
         self.ask_again()
@@ -128,12 +130,12 @@ class Node:
             self.take(source, message)
         self.go_on()
 
-    def hand(self, view: View) -> None:
-        for giver, receiver, exchange in view.transfers():
+    def send_handovers(self, view: View) -> None:
+        for giver, receiver, exchange in view.list_handovers():
             if giver == self.name:
                 self.send(receiver, Gift(view.number, exchange, self.whole))
 
-    def suspend(self, view: View) -> bool:
+    def did_suspend(self, view: View) -> bool:
         self.running = False
         if not self.world.returns:
             return False
@@ -145,7 +147,7 @@ class Node:
     def ask(self) -> None:
         """Ask to be admitted again."""
         if self.member.view is None:
-            for name in sorted(self.member.connected):
+            for name in sorted(self.member.connected_names):
                 self.send(name, Again())
 
     def stop(self, reason: str) -> None:
@@ -158,8 +160,8 @@ class Node:
         """A giver that is no member of the view and has gone leaves members without what it was to give."""
         assert self.view is not None
         for giver in self.lacking.values():
-            if giver not in self.view.members and giver not in self.member.connected:
-                self.member.redo()
+            if giver not in self.view.members and giver not in self.member.connected_names:
+                self.member.request_new_view()
 
     def take(self, source: str, message: Data | Gift) -> None:
         number = 0 if self.view is None else self.view.number
@@ -177,7 +179,7 @@ class Node:
         assert self.view is not None
         if self.lacking.pop(gift.exchange, None) is None or not self.running:
             return
-        if gift.exchange == self.view.newest[0]:
+        if gift.exchange == self.view.whole_exchanges[0]:
             self.has_model, self.base = True, max(self.base, gift.whole[0])
             self.extra.update(gift.whole)
         self.extra.add(gift.exchange)
@@ -240,7 +242,7 @@ class Node:
             return
         self.settling = False
         try:
-            self.member.settle()
+            self.member.process_events()
         except Crashed:
             self.world.crashed(self)
         self.world.look_at(self)
@@ -255,21 +257,21 @@ class Node:
     def notice(self, name: str) -> None:
         """Notice that a connection is closed."""
         self.epochs.pop(name, None)
-        self.member.lost(name)
+        self.member.handle_loss(name)
         if self.running and self.view is not None:
             self.ask_again()
 
     def meet(self, name: str, epoch: int, *, has_view: bool) -> None:
         self.epochs[name] = epoch
-        (self.member.back if has_view else self.member.guest)(name)
+        (self.member.handle_connection if has_view else self.member.handle_guest)(name)
 
     def receive(self, source: str, message: Message | Data | Gift | Again) -> None:
         if isinstance(message, Data | Gift):
             self.take(source, message)
         elif isinstance(message, Again):
-            self.member.guest(source)
+            self.member.handle_guest(source)
         else:
-            self.member.hear(source, message)
+            self.member.handle_message(source, message)
 
 
 class World:
@@ -303,7 +305,7 @@ class World:
         self.draw = random.Random(seed)
         self.rules, self.without, self.window, self.quorum, self.lanes = rules, without, window, quorum, lanes
         self.codec, self.delay, self.returns = codec, delay, returns
-        self.certify = codec.certify if codec else unsigned
+        self.certify = codec.sign_certificate if codec else unsigned
         self.now, self.messages, self.refused = 0.0, 0, 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
@@ -319,7 +321,7 @@ class World:
         for one, other in itertools.combinations(view.members, 2):
             self.connect(one, other)
         for node in self.nodes.values():
-            node.do(partial(node.install, view))
+            node.do(partial(node.install_view, view))
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -356,7 +358,7 @@ class World:
     def transmit(self, source: Node, name: str, message: Any) -> None:
         link = self.link(source.name, name)
         if link.up and source.epochs.get(name) == link.epoch:
-            if self.codec is not None and isinstance(message, Report | Vote | Certificate):
+            if self.codec is not None and isinstance(message, MemberReport | Vote | EndCertificate):
                 message = self.codec.decode(self.codec.encode(message))
             self.pass_on(link, source.name, name, lambda node: node.receive(source.name, message), message)
 
@@ -462,13 +464,13 @@ class World:
             node.running = False
             self.on_crash(node)
 
-    def certificate(self, node: Node, exit_code: int) -> Certificate:
+    def certificate(self, node: Node, exit_code: int) -> EndCertificate:
         return self.certify(node.name, exit_code, node.kept)
 
-    def tell(self, certificate: Certificate, name: str) -> None:
+    def tell(self, certificate: EndCertificate, name: str) -> None:
         """Pass a certificate of a supervisor on to a process."""
         node = self.nodes[name]
-        node.do(partial(node.member.died, certificate))
+        node.do(partial(node.member.handle_certificate, certificate))
 
     def join(self, name: str) -> Node:
         self.nodes[name] = node = Node(self, name)
@@ -492,7 +494,7 @@ class World:
         self.installed[node.name] = self.now, node.view
         views = defaultdict[View, int](int)
         for other in self.nodes.values():
-            if other.lives and other.view is not None and not other.member.frozen:
+            if other.lives and other.view is not None and not other.member.is_frozen:
                 views[other.view] += 1
         whole = [view for view, count in views.items() if count == len(view.members)]
         if len(whole) > 1 and self.quorum != 1:

@@ -61,7 +61,7 @@ def averages(rank: int, size: int, store: dist.Store, *, name: str, how: str) ->
         moved = {
             key for key in buffers if not torch.equal(own[key], start[key]) and own[key].is_floating_point()
         }
-        with handle.averaged():
+        with handle.use_averaged_model():
             inside = _copy(_tensors(model))
             parameters = digest(dict(model.named_parameters()))
         restored = _copy(_tensors(model))

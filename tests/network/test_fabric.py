@@ -10,29 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.errors import ConfigError
-from farflung.network import Fabric, Flow, Trace, Use
-from farflung.network.link import Capacity, capacity_at
+from farflung.network import BandwidthTrace, Fabric, Flow, ResourceUse
+from farflung.network.link import Capacity, get_capacity
 
 
-def uses(*resources: int) -> list[Use]:
-    return [Use(resource) for resource in resources]
+def uses(*resources: int) -> list[ResourceUse]:
+    return [ResourceUse(resource) for resource in resources]
 
 
-def run(capacities: list[Capacity], starts: list[tuple[float, float, list[Use]]]) -> list[float]:
+def run(capacities: list[Capacity], starts: list[tuple[float, float, list[ResourceUse]]]) -> list[float]:
     """Starts flows ``(at, bits, uses)``; when each ends."""
     fabric = Fabric(capacities)
     waiting = sorted(range(len(starts)), key=lambda k: starts[k][0])
     ends = [math.inf] * len(starts)
     numbers: dict[int, int] = {}
-    while waiting or fabric.due() < math.inf:
-        now = min(starts[waiting[0]][0] if waiting else math.inf, fabric.due())
-        for flow in fabric.ended(now):
+    while waiting or fabric.get_next_event_s() < math.inf:
+        now = min(starts[waiting[0]][0] if waiting else math.inf, fabric.get_next_event_s())
+        for flow in fabric.pop_ended(now):
             ends[numbers[flow.number]] = now
         while waiting and starts[waiting[0]][0] <= now:
             index = waiting.pop(0)
             _, bits, used = starts[index]
             numbers[fabric.start(bits, used).number] = index
-        fabric.settle(now)
+        fabric.update_rates(now)
     return ends
 
 
@@ -56,41 +56,41 @@ def test_a_flow_that_comes_later() -> None:
 def test_a_flow_that_is_cut_short() -> None:
     fabric = Fabric([100.0])
     first, second = fabric.start(300.0, uses(0)), fabric.start(300.0, uses(0))
-    fabric.settle(0.0)
-    fabric.shorten(first, 1.0, 25.0)  # of 250 left
-    fabric.settle(1.0)
-    assert fabric.due() == 1.5
-    assert fabric.ended(1.5) == [first]
-    fabric.settle(1.5)
-    assert fabric.due() == 1.5 + 2.25
-    assert fabric.ended(3.75) == [second]
+    fabric.update_rates(0.0)
+    fabric.truncate(first, 1.0, 25.0)  # of 250 left
+    fabric.update_rates(1.0)
+    assert fabric.get_next_event_s() == 1.5
+    assert fabric.pop_ended(1.5) == [first]
+    fabric.update_rates(1.5)
+    assert fabric.get_next_event_s() == 1.5 + 2.25
+    assert fabric.pop_ended(3.75) == [second]
 
 
 def test_a_trace_that_halves_the_bandwidth_in_mid_transfer() -> None:
-    trace = Trace((0.0, 2.0), (100.0, 50.0), 10.0)
+    trace = BandwidthTrace((0.0, 2.0), (100.0, 50.0), 10.0)
     # 200 bits by 2 s, the other 100 take 2 s more.
     assert run([trace], [(0.0, 300.0, uses(0))]) == [4.0]
 
 
 def test_an_outage_in_the_middle() -> None:
-    trace = Trace((0.0, 1.0, 3.0), (100.0, 0.0, 100.0), 10.0)
+    trace = BandwidthTrace((0.0, 1.0, 3.0), (100.0, 0.0, 100.0), 10.0)
     assert run([trace], [(0.0, 150.0, uses(0))]) == [3.5]
 
 
 def test_a_trace_that_repeats() -> None:
-    trace = Trace((0.0, 1.0), (100.0, 0.0), 2.0, "repeat")
+    trace = BandwidthTrace((0.0, 1.0), (100.0, 0.0), 2.0, "repeat")
     assert run([trace], [(0.0, 350.0, uses(0))]) == [6.5]
 
 
 def test_a_trace_that_ends_early() -> None:
-    trace = Trace((0.0,), (100.0,), 2.0, name="office.toml: trace cell")
+    trace = BandwidthTrace((0.0,), (100.0,), 2.0, name="office.toml: trace cell")
     assert run([trace], [(0.0, 199.0, uses(0))]) == [1.99]
     with pytest.raises(ConfigError, match=r"office.toml: trace cell: ends at 2 s and the run goes on"):
         run([trace], [(0.0, 201.0, uses(0))])
 
 
 def test_a_trace_matters_only_while_it_is_used() -> None:
-    trace = Trace((0.0,), (100.0,), 2.0)
+    trace = BandwidthTrace((0.0,), (100.0,), 2.0)
     assert run([trace, 1.0], [(0.0, 100.0, uses(0)), (0.0, 50.0, uses(1))]) == [1.0, 50.0]
 
 
@@ -105,11 +105,11 @@ def test_elsewhere_nothing_changes_to_the_last_bit() -> None:
 
 
 @st.composite
-def traffic(draw: st.DrawFn) -> tuple[list[Capacity], list[tuple[float, float, list[Use]]]]:
+def traffic(draw: st.DrawFn) -> tuple[list[Capacity], list[tuple[float, float, list[ResourceUse]]]]:
     count = draw(st.integers(1, 4))
     constant = st.sampled_from([1.0, 3.3, 10.0])
     traces = st.builds(
-        lambda values, step: Trace(
+        lambda values, step: BandwidthTrace(
             tuple(k * step for k in range(len(values))), tuple(values), len(values) * step, "repeat"
         ),
         st.lists(st.sampled_from([0.5, 2.0, 7.7]), min_size=1, max_size=4),
@@ -139,7 +139,7 @@ class Watched(Fabric):
             rate = sum(f.rate_bps for f in self.flows.values() if resource in dict(f.uses))
             middle = (self.since + now) / 2
             between = self.since < middle < now  # there is no time between neighbouring numbers
-            assert not between or rate <= capacity_at(capacity, middle) * (1 + 1e-9)
+            assert not between or rate <= get_capacity(capacity, middle) * (1 + 1e-9)
         for flow in self.flows.values():
             self.carried[flow.number] = self.carried.get(flow.number, 0.0) + flow.rate_bps * (
                 now - self.since
@@ -154,17 +154,17 @@ def test_every_flow_gets_its_bits_and_no_capacity_is_exceeded(made: Any) -> None
     fabric = Watched(list(capacities))
     waiting = sorted(starts, key=lambda start: start[0])
     wanted: dict[int, float] = {}
-    while waiting or fabric.due() < math.inf:
-        now = min(waiting[0][0] if waiting else math.inf, fabric.due())
+    while waiting or fabric.get_next_event_s() < math.inf:
+        now = min(waiting[0][0] if waiting else math.inf, fabric.get_next_event_s())
         fabric.pass_time(now)
-        for flow in fabric.ended(now):
+        for flow in fabric.pop_ended(now):
             assert fabric.carried[flow.number] == pytest.approx(wanted[flow.number], rel=1e-9)
             del fabric.flows[flow.number]
         while waiting and waiting[0][0] <= now:
             _, bits, used = waiting.pop(0)
             flow = fabric.start(bits, used)
             fabric.flows[flow.number], wanted[flow.number] = flow, bits
-        fabric.settle(now)
+        fabric.update_rates(now)
     assert not fabric.flows
 
 

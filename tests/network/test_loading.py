@@ -10,24 +10,24 @@ import pytest
 from farflung.devices import (
     CodingRates,
     DeviceProfile,
-    Layer,
-    Occasional,
-    Scheduled,
-    Varying,
-    device_profile,
-    device_toml,
+    LayerProfile,
+    OccasionalStraggler,
+    ScheduledStraggler,
+    VaryingStraggler,
+    find_device,
+    format_device,
 )
-from farflung.devices import named as devices_module
+from farflung.devices import catalog as devices_module
 from farflung.errors import ConfigError
 from farflung.network import (
-    Connection,
+    BandwidthTrace,
     Link,
     Medium,
     NetworkProfile,
     Site,
-    Trace,
+    SiteLink,
+    find_network,
     load_profile,
-    network_profile,
 )
 from farflung.network import loading as loading_module
 
@@ -77,22 +77,22 @@ def written(folder: Path, text: str, name: str = "net.toml") -> Path:
 def test_all_of_the_format(tmp_path: Path) -> None:
     path = written(tmp_path, WHOLE)
     link = Link(0.045, 20e6, 0.01, 0.001)
-    trace = Trace((0.0, 60.0), (20e6, 5e6), 180.0, "repeat", f"{path}: trace evening")
+    trace = BandwidthTrace((0.0, 60.0), (20e6, 5e6), 180.0, "repeat", f"{path}: trace evening")
     wanted = NetworkProfile(
         "office and field",
         (Site("office", 2, Link(0.0005, 1e9), up_bps=100e6, exit_bps=50e6), Site("field", medium="cell")),
-        (Connection("office", "field", link, True), Connection("field", "office", link, True)),
+        (SiteLink("office", "field", link, True), SiteLink("field", "office", link, True)),
         (Medium("cell", trace, relayed=True),),
         Link(0.02),
         source=str(path),
         congestion="cubic",
         tcp_connections="auto",
     )
-    assert load_profile(path) == network_profile(str(path)) == wanted
+    assert load_profile(path) == find_network(str(path)) == wanted
 
 
 def test_the_format_that_is_shown_is_the_format(tmp_path: Path) -> None:
-    for module, load in ((loading_module, network_profile), (devices_module, device_profile)):
+    for module, load in ((loading_module, find_network), (devices_module, find_device)):
         assert module.__doc__ is not None
         shown = module.__doc__.partition(".. code-block:: toml\n\n")[2]
         text = "\n".join(line.removeprefix("    ") for line in shown.splitlines())
@@ -112,7 +112,7 @@ def test_a_trace_in_a_file(tmp_path: Path) -> None:
     text += "[[trace]]\nname = 't'\nfile = 'cell.csv'\nend_s = 9"
     default = load_profile(written(tmp_path, text)).default
     assert default is not None
-    assert isinstance(default.bandwidth_bps, Trace)
+    assert isinstance(default.bandwidth_bps, BandwidthTrace)
     assert default.bandwidth_bps.times_s == (0.0, 2.5)
     assert default.bandwidth_bps.bandwidth_bps == (1e6, 5e5)
 
@@ -191,7 +191,7 @@ def test_a_pair_that_cannot_reach_each_other(tmp_path: Path) -> None:
 
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.toml: cannot be read .No such file"):
-        network_profile(str(tmp_path / "none.toml"))
+        find_network(str(tmp_path / "none.toml"))
 
 
 # --- devices ----------------------------------------------------------------------------------------------------
@@ -231,24 +231,28 @@ ranks = [2]
 
 def test_a_device(tmp_path: Path) -> None:
     path = written(tmp_path, CAMERA)
-    stragglers = (Occasional(0.05, 4.0), Varying(0.1), Scheduled(60.0, 120.0, 3.0, (2,)))
+    stragglers = (
+        OccasionalStraggler(0.05, 4.0),
+        VaryingStraggler(0.1),
+        ScheduledStraggler(60.0, 120.0, 3.0, (2,)),
+    )
     points = {("encode", "topk(density=0.1)"): ((1024, 1e-5), (4096, 3e-5)), ("add", ""): ((1024, 1e-6),)}
     coding = CodingRates(points, message_s=1e-4, encrypt_s_per_byte=2e-9)
     wanted = DeviceProfile(
         "camera", 0.004, 0.009, 0.001, (), 1.5, stragglers, 4000, str(path), coding, 1.5, 0.002
     )
-    assert device_profile(str(path)) == wanted
-    written(tmp_path, device_toml(wanted))
-    assert device_profile(str(path)) == replace(wanted, stragglers=())
+    assert find_device(str(path)) == wanted
+    written(tmp_path, format_device(wanted))
+    assert find_device(str(path)) == replace(wanted, stragglers=())
 
 
 def test_a_device_in_layers_or_by_its_operations(tmp_path: Path) -> None:
     layers = "[[layer]]\nnumel = 5\nforward_s = 1\nbackward_s = 2\n" * 2
-    assert device_profile(str(written(tmp_path, layers))).layers == (Layer(5, 1.0, 2.0),) * 2
+    assert find_device(str(written(tmp_path, layers))).layers == (LayerProfile(5, 1.0, 2.0),) * 2
     path = written(tmp_path, "flops_per_s = 1e9")
-    assert device_profile(str(path), forward_flops=5e6).forward_s == 0.005
+    assert find_device(str(path), forward_flops=5e6).forward_s == 0.005
     with pytest.raises(ConfigError, match=f"{path}: known by its operations per second"):
-        device_profile(str(path))
+        find_device(str(path))
 
 
 @pytest.mark.parametrize(
@@ -294,5 +298,5 @@ def test_a_wrong_device(tmp_path: Path, old: str, new: str, what: str) -> None:
     assert old in CAMERA
     path = written(tmp_path, CAMERA.replace(old, new, 1))
     with pytest.raises(ConfigError, match=f"^{path}: .*{what}") as caught:
-        device_profile(str(path), forward_flops=1.0)
+        find_device(str(path), forward_flops=1.0)
     assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.network import max_min_rates
+from farflung.network import compute_max_min_rates
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ def over(*resources: str) -> Flow:
 
 
 def shares(flows: list[Flow], capacities: dict[str, float]) -> list[float]:
-    return max_min_rates([flow.uses for flow in flows], capacities.__getitem__)
+    return compute_max_min_rates([flow.uses for flow in flows], capacities.__getitem__)
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farflung.errors import ConfigError
-from farflung.network import Trace
+from farflung.network import BandwidthTrace
 from farflung.network.link import scale_capacity
 
 
 def test_steps() -> None:
-    trace = Trace((0.0, 1.0, 3.0), (5.0, 0.0, 7.0), 4.0, "hold")
-    assert [trace.at(t) for t in (0.0, 0.99, 1.0, 2.9, 3.0, 4.0, 100.0)] == [
+    trace = BandwidthTrace((0.0, 1.0, 3.0), (5.0, 0.0, 7.0), 4.0, "hold")
+    assert [trace.get_bandwidth(t) for t in (0.0, 0.99, 1.0, 2.9, 3.0, 4.0, 100.0)] == [
         5.0,
         5.0,
         0.0,
@@ -25,22 +25,28 @@ def test_steps() -> None:
         7.0,
         7.0,
     ]
-    assert [trace.next_change(t) for t in (0.0, 0.5, 1.0, 3.0, 9.0)] == [1.0, 1.0, 3.0, math.inf, math.inf]
+    assert [trace.get_next_change(t) for t in (0.0, 0.5, 1.0, 3.0, 9.0)] == [
+        1.0,
+        1.0,
+        3.0,
+        math.inf,
+        math.inf,
+    ]
     assert trace.mean_bps == 3.0
 
 
 def test_it_repeats() -> None:
-    trace = Trace((0.0, 1.0), (5.0, 2.0), 4.0, "repeat")
-    assert [trace.at(t) for t in (0.0, 1.0, 3.9, 4.0, 5.0, 8.5)] == [5.0, 2.0, 2.0, 5.0, 2.0, 5.0]
-    assert [trace.next_change(t) for t in (0.0, 1.0, 4.0, 7.0)] == [1.0, 4.0, 5.0, 8.0]
+    trace = BandwidthTrace((0.0, 1.0), (5.0, 2.0), 4.0, "repeat")
+    assert [trace.get_bandwidth(t) for t in (0.0, 1.0, 3.9, 4.0, 5.0, 8.5)] == [5.0, 2.0, 2.0, 5.0, 2.0, 5.0]
+    assert [trace.get_next_change(t) for t in (0.0, 1.0, 4.0, 7.0)] == [1.0, 4.0, 5.0, 8.0]
 
 
 def test_its_end_is_an_error_by_default() -> None:
-    trace = Trace((0.0,), (5.0,), 4.0, name="cell.toml: trace cell")
-    assert trace.at(3.999) == 5.0
-    assert trace.next_change(1.0) == 4.0
+    trace = BandwidthTrace((0.0,), (5.0,), 4.0, name="cell.toml: trace cell")
+    assert trace.get_bandwidth(3.999) == 5.0
+    assert trace.get_next_change(1.0) == 4.0
     with pytest.raises(ConfigError, match=r"cell.toml: trace cell: ends at 4 s"):
-        trace.at(4.0)
+        trace.get_bandwidth(4.0)
 
 
 @given(
@@ -53,13 +59,13 @@ def test_time_always_moves_on(steps: list[float], t: float) -> None:
     for step in steps:
         times.append(times[-1] + step)
     values = tuple(float(k + 1) for k in range(len(steps)))
-    trace = Trace(tuple(times[:-1]), values, times[-1], "repeat")
+    trace = BandwidthTrace(tuple(times[:-1]), values, times[-1], "repeat")
     seen = []
     for _ in range(2 * len(steps) + 2):
-        later = trace.next_change(t)
+        later = trace.get_next_change(t)
         assert later > t
         t = later
-        seen.append(trace.at(t))
+        seen.append(trace.get_bandwidth(t))
     for one, following in itertools.pairwise(seen):
         assert following == one % len(steps) + 1
 
@@ -82,9 +88,9 @@ def test_time_always_moves_on(steps: list[float], t: float) -> None:
 )
 def test_what_is_no_trace(arguments: tuple[object, ...], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        Trace(*arguments)  # type: ignore[arg-type]
+        BandwidthTrace(*arguments)  # type: ignore[arg-type]
 
 
 def test_stretched_and_mapped() -> None:
-    trace = Trace((0.0, 1.0), (5.0, 2.0), 4.0, "repeat", "cell")
-    assert scale_capacity(trace, 3.0, 2.0) == Trace((0.0, 2.0), (15.0, 6.0), 8.0, "repeat", "cell")
+    trace = BandwidthTrace((0.0, 1.0), (5.0, 2.0), 4.0, "repeat", "cell")
+    assert scale_capacity(trace, 3.0, 2.0) == BandwidthTrace((0.0, 2.0), (15.0, 6.0), 8.0, "repeat", "cell")

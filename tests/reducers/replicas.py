@@ -9,16 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.codecs.routed import join
+from farflung.codecs.routed import scatter_runs
 from farflung.comm import ExchangeChannel
 from farflung.reducers import GradiVeQ, PowerSGD
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
-from farflung.types import Contribution, Placed, Reduced, Reducer, Runtime, Seeds, StateSlot, TensorSpec
+from farflung.types import (
+    Contribution,
+    ParameterSpan,
+    Reducer,
+    ReduceResult,
+    Runtime,
+    Seeds,
+    StateSlot,
+    TensorSpec,
+)
 from tests.helpers import NUMEL, same_bits, same_tree
 
-PARTS = (Placed((4, 4, 3, 3), 0), Placed((10, 10), 144), Placed((13,), 244))
+PARTS = (ParameterSpan((4, 4, 3, 3), 0), ParameterSpan((10, 10), 144), ParameterSpan((13,), 244))
 SPEC = TensorSpec((NUMEL,), torch.float32, PARTS)
 WEIGHTS = (1.0, 0.5, 0.25, 2.0)
 LINK = LinkModel(latency_s=0.05, bandwidth_bps=1e6)
@@ -30,7 +39,7 @@ SIDE = 8
 
 
 def gradient(rank: int, step: int, numel: int = NUMEL) -> Tensor:
-    return torch.randn(numel, generator=generator(21, rank, step))
+    return torch.randn(numel, generator=create_generator(21, rank, step))
 
 
 @dataclass
@@ -49,7 +58,7 @@ class Replica:
     make: Callable[[int, int], Tensor] = gradient
     weighted: bool = True
     first: int = 0
-    results: list[Reduced] = field(default_factory=list)
+    results: list[ReduceResult] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -57,7 +66,7 @@ class Replica:
         self.slot = StateSlot(self.reducer.init(self.spec, Seeds(5, 100 + self.rank)))
 
     async def run(self, steps: range) -> Replica:
-        flying: list[tuple[Pending[Reduced], ExchangeChannel]] = []
+        flying: list[tuple[Pending[ReduceResult], ExchangeChannel]] = []
         for step in steps:
             weight = WEIGHTS[self.rank] if self.weighted else 1.0
             metadata = torch.tensor([self.rank, 0.1 * step], dtype=torch.float64)
@@ -72,17 +81,17 @@ class Replica:
             await self._merge(*flight)
         return self
 
-    async def _merge(self, pending: Pending[Reduced], channel: ExchangeChannel) -> None:
+    async def _merge(self, pending: Pending[ReduceResult], channel: ExchangeChannel) -> None:
         reduced = await pending
         await self.runtime.launch(self._learn(reduced))  # behind the exchanges launched before
-        self.results.append(Reduced(reduced.mean.clone(), reduced.weight, reduced.metadata))
+        self.results.append(ReduceResult(reduced.mean.clone(), reduced.weight, reduced.metadata))
         self.nbytes.append(channel.sent_nbytes)
 
-    async def _learn(self, reduced: Reduced) -> None:
-        if reduced.learn is not None:
-            self.slot.state = reduced.learn(self.slot.state)
-        if reduced.learn_together is not None:
-            self.slot.state = reduced.learn_together({0: self.slot.state})[0]
+    async def _learn(self, reduced: ReduceResult) -> None:
+        if reduced.update_state is not None:
+            self.slot.state = reduced.update_state(self.slot.state)
+        if reduced.update_all_states is not None:
+            self.slot.state = reduced.update_all_states({0: self.slot.state})[0]
 
 
 def run(
@@ -125,11 +134,11 @@ def assert_alike(replicas: list[Replica]) -> None:
 
 def once(
     reducer: Reducer, grads: list[Tensor], *, link: LinkModel = LINK, spec: TensorSpec | None = None
-) -> tuple[list[Reduced], list[int], float]:
+) -> tuple[list[ReduceResult], list[int], float]:
     """One exchange: results, bytes sent, seconds."""
     world = VirtualWorld(len(grads), link)
     channels = [ExchangeChannel(runtime.comm, 1, 0) for runtime in world.runtimes]
-    spec = spec or TensorSpec.of(grads[0])
+    spec = spec or TensorSpec.from_tensor(grads[0])
     results = world.run(
         [
             reducer.reduce(
@@ -141,7 +150,7 @@ def once(
             for channel, grad in zip(channels, grads, strict=True)
         ]
     )
-    return results, [channel.sent_nbytes for channel in channels], world.clock.now()
+    return results, [channel.sent_nbytes for channel in channels], world.clock.time()
 
 
 def left(replica: Replica) -> Tensor:
@@ -161,5 +170,5 @@ def left(replica: Replica) -> Tensor:
         return whole.add_(local["residual"])
     for role, runs in shared["runs"].items():
         if role in local:
-            join(whole, runs, local[role]["residual"].double())
+            scatter_runs(whole, runs, local[role]["residual"].double())
     return whole

@@ -13,7 +13,7 @@ import farflung
 from farflung.engine.reducer_states import ReducerStates
 from farflung.errors import ConfigError
 from farflung.reducers import AdaptiveTopK
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.types import CodecState, TensorSpec
 from tests.reducers.replicas import SPEC, Replica, assert_alike, gradient, run
 
@@ -23,7 +23,7 @@ KEPT = 26
 
 def peaked(rank: int, step: int) -> Tensor:
     """A gradient whose largest tenth has nearly all of it."""
-    found = 1e-3 * torch.randn(SPEC.numel, generator=generator(41, rank, step))
+    found = 1e-3 * torch.randn(SPEC.numel, generator=create_generator(41, rank, step))
     found[:KEPT] += 1.0
     return found
 
@@ -77,10 +77,10 @@ def test_buckets_decide_together_or_each_for_itself() -> None:
         reducer = AdaptiveTopK(smoothing=1.0, threshold=0.5, decide=decide)
         slots = ReducerStates(reducer, {0: SPEC, 1: SPEC}, 0, 0)
         states = {
-            number: reducer._learn(slots[number].state, compressed=False, sums=numbers)
+            number: reducer._update_state(slots[number].state, is_compressed=False, sums=numbers)
             for number, numbers in sums.items()
         }
-        together = reducer._decide_together(states) if decide == "last" else states
+        together = reducer._update_all_states(states) if decide == "last" else states
         decided[decide] = [state.shared["compress"] for state in together.values()]
     assert decided == {"last": [True, True], "bucket": [True, False]}
 
@@ -89,7 +89,7 @@ def test_buckets_decide_together_or_each_for_itself() -> None:
 def test_what_is_zero_or_not_finite_teaches_nothing(sums: list[float]) -> None:
     reducer = AdaptiveTopK(decide="bucket")
     before = CodecState({"left_out": 0.2, "compress": True, "steps": 3, "compressed": 2}, {})
-    after = reducer._learn(before, compressed=True, sums=sums)
+    after = reducer._update_state(before, is_compressed=True, sums=sums)
     assert (after.shared["left_out"], after.shared["compress"]) == (0.2, True)
     assert (after.shared["steps"], after.shared["compressed"]) == (4, 3)
 

@@ -26,7 +26,7 @@ from farflung.codecs import (
 )
 from farflung.codecs.base import BaseCodec
 from farflung.reducers import AdaptiveTopK, CodecReducer, GradiVeQ, PowerSGD, SharedScaleQSGD
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from farflung.sim import LinkModel
 from farflung.types import (
     Codec,
@@ -52,7 +52,7 @@ def same(rank: int, step: int) -> Tensor:
 
 
 def decoded(codec: Codec, grad: Tensor, own: int) -> Tensor:
-    spec = TensorSpec.of(grad)
+    spec = TensorSpec.from_tensor(grad)
     payload, state = codec.encode(codec.init(spec, Seeds(1, own)), grad, step=0, count=1)
     return codec.decode(state, payload, spec, step=0, count=1)
 
@@ -71,7 +71,7 @@ def test_gathered_payloads_are_decoded_and_added_in_rank_order(codec: Codec) -> 
 
 
 def test_linear_payloads_are_summed_on_their_way() -> None:
-    grads = [torch.randn(840, generator=generator(3, rank)) for rank in range(4)]
+    grads = [torch.randn(840, generator=create_generator(3, rank)) for rank in range(4)]
     results, nbytes, _ = once(CodecReducer(RandomK(0.1)), grads)
     torch.testing.assert_close(
         results[0].mean,
@@ -82,7 +82,7 @@ def test_linear_payloads_are_summed_on_their_way() -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_two_phases_send_no_more_with_more_replicas(size: int) -> None:
-    grads = [torch.randn(8000, generator=generator(3, rank)) for rank in range(size)]
+    grads = [torch.randn(8000, generator=create_generator(3, rank)) for rank in range(size)]
     payload = 8000 // 100 * 8
     _, gathered, _ = once(CodecReducer(TopK(0.01)), grads)
     _, two, _ = once(CodecReducer(TopK(0.01), phases="two"), grads)
@@ -114,7 +114,7 @@ def test_how_many_one_way_delays_it_takes(reducer: Reducer, delays: int, size: i
 @pytest.mark.parametrize("collective", ["ring", "direct", "parameter_server"])
 def test_a_codec_with_seeds_may_be_encoded_anew_on_every_hop(collective: str) -> None:
     """The traffic of the collective in the codec's size, and no bias."""
-    grads = [torch.randn(4096, generator=generator(3, rank)) for rank in range(4)]
+    grads = [torch.randn(4096, generator=create_generator(3, rank)) for rank in range(4)]
     reducer = CodecReducer(QSGD(bits=4), collective, phases="hops")
     _, nbytes, _ = once(reducer, grads)
     _, dense, _ = once(CodecReducer(Identity(), collective), grads)
@@ -169,7 +169,7 @@ WINDOWS = GradiVeQ(slice_size=48, ratio=8, warm_up=1, sample_steps=3, compress_s
 ROUTED = by_role(error_feedback(TopK(0.1)), error_feedback(Sign()))
 FEEDBACK: list[Reducer] = [
     CodecReducer(error_feedback(TopK(0.1))),
-    CodecReducer(error_feedback(RandomK(0.3, unbiased=False))),
+    CodecReducer(error_feedback(RandomK(0.3, is_unbiased=False))),
     CodecReducer(ROUTED),
     CodecReducer(error_feedback(TopK(0.1)), phases="two"),
     CodecReducer(ROUTED, phases="two"),
@@ -218,14 +218,14 @@ def test_a_constant_gradient_is_sent_whole_in_the_end(reducer: Reducer) -> None:
 def test_an_unbiased_codec_makes_an_unbiased_mean(reducer: Reducer) -> None:
     replicas = run(reducer, 3, steps=50, make=same, link=LinkModel())
     errors = torch.stack([result.mean for result in replicas[0].results]).double() - exact_mean(3, 0)
-    along = errors @ torch.randn(SPEC.numel, 20, generator=generator(6), dtype=torch.float64)
+    along = errors @ torch.randn(SPEC.numel, 20, generator=create_generator(6), dtype=torch.float64)
     assert (along.mean(dim=0).abs() <= 6 * along.std(dim=0) / math.sqrt(50)).all()
 
 
 class Learner(BaseCodec):
     """A linear codec that adds up what it was shown."""
 
-    stateless = False
+    is_stateless = False
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         return CodecState({"seen": torch.zeros(spec.shape)})
@@ -236,14 +236,14 @@ class Learner(BaseCodec):
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        grad, ones = payload.tensors()
+        grad, ones = payload.iter_tensors()
         assert (ones == count).all()
         return grad
 
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+    def update_state(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
         return CodecState({"seen": state.shared["seen"] + aggregate + step})
 
-    def linear(self, state: CodecState) -> bool:
+    def is_linear(self, state: CodecState) -> bool:
         return not state.shared["seen"].any()
 
 
@@ -266,7 +266,7 @@ def test_a_codec_learns_the_average_of_what_was_encoded(codec: Codec) -> None:
 
 @pytest.mark.parametrize(("size", "width"), [(2, 5), (4, 6), (8, 7)])
 def test_levels_travel_in_fields_that_hold_their_sum(size: int, width: int) -> None:
-    grads = [torch.randn(8400, generator=generator(3, rank)) for rank in range(size)]
+    grads = [torch.randn(8400, generator=create_generator(3, rank)) for rank in range(size)]
     _, nbytes, _ = once(SharedScaleQSGD(bucket_size=840), grads)
     words = math.ceil(8400 / (32 // width))
     for sent in nbytes:

@@ -23,7 +23,7 @@ from farflung.reducers import (
     GradiVeQ,
     PowerSGD,
     SharedScaleQSGD,
-    summed_nbytes,
+    list_summed_nbytes,
 )
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.spec import build
@@ -32,9 +32,9 @@ from farflung.types import (
     Channel,
     CodecState,
     Contribution,
-    Placed,
-    Reduced,
+    ParameterSpan,
     Reducer,
+    ReduceResult,
     Runtime,
     Seeds,
     SegmentCoding,
@@ -264,7 +264,9 @@ def test_what_was_given_is_not_written_once_it_is_another_s(name: str) -> None:
 
 LATE = 1 << 20
 """A step at which no method warms up any more."""
-MANY = TensorSpec((NUMEL + 200,), parts=(*PARTS, Placed((10, 10), NUMEL), Placed((10, 10), NUMEL + 100)))
+MANY = TensorSpec(
+    (NUMEL + 200,), spans=(*PARTS, ParameterSpan((10, 10), NUMEL), ParameterSpan((10, 10), NUMEL + 100))
+)
 
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
@@ -283,11 +285,11 @@ def test_it_says_what_it_sums_before_it_does(name: str, dtype: str, monkeypatch:
         row = replace(row, threshold=0.0)  # so that it is dense
 
     async def watched(
-        channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+        channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
     ) -> tuple[Tensor, Tensor]:
         if coding is None:
             found[channel.rank].append(tensor.nbytes)
-        return await COLLECTIVES["direct"].run(channel, tensor, side, coding=coding)
+        return await COLLECTIVES["direct"].run(channel, tensor, metadata, coding=coding)
 
     def make(rank: int, step: int) -> Tensor:
         return gradient(rank, step, MANY.numel).to(spec.dtype)
@@ -295,18 +297,18 @@ def test_it_says_what_it_sums_before_it_does(name: str, dtype: str, monkeypatch:
     monkeypatch.setitem(COLLECTIVES, AUTO, Collective(watched))
     reducer: Any = replace(row, collective=AUTO)  # type: ignore[type-var]
     run(reducer, 3, 1, spec=spec, make=make, first_step=LATE)
-    assert all(sorted(each) == sorted(reducer.summed_nbytes(spec, 3)) for each in found)
+    assert all(sorted(each) == sorted(reducer.list_summed_nbytes(spec, 3)) for each in found)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_it_says_so_without_a_state_or_an_encoding(name: str) -> None:
     numel = 1 << 50  # more than any memory holds
-    spec = TensorSpec((numel,), torch.float32, (Placed((1 << 25, 1 << 25), 0),))
-    assert max(ROWS[name].reducer.summed_nbytes(spec, 2), default=0) <= 4 * numel
+    spec = TensorSpec((numel,), torch.float32, (ParameterSpan((1 << 25, 1 << 25), 0),))
+    assert max(ROWS[name].reducer.list_summed_nbytes(spec, 2), default=0) <= 4 * numel
 
 
 def test_a_reducer_that_does_not_say_sums_the_tensor_as_it_is() -> None:
-    assert summed_nbytes(Reducer(), [SPEC, TensorSpec((3,), torch.float16)], 2) == [4 * NUMEL, 6]
+    assert list_summed_nbytes(Reducer(), [SPEC, TensorSpec((3,), torch.float16)], 2) == [4 * NUMEL, 6]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------
@@ -381,7 +383,7 @@ def test_a_codec_with_a_memory_of_its_own_is_not_cut_in_shards() -> None:
 def test_another_model_s_payload_names_its_sender() -> None:
     world = VirtualWorld(2)
 
-    async def body(runtime: Runtime) -> Reduced:
+    async def body(runtime: Runtime) -> ReduceResult:
         numel = 100 + runtime.comm.rank
         reducer = CodecReducer(TopK(0.1 + runtime.comm.rank * 0.1))
         slot = StateSlot(reducer.init(TensorSpec((numel,)), Seeds(1, 2)))

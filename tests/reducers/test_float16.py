@@ -11,8 +11,8 @@ from torch import Tensor
 from farflung.codecs import TopK, by_size, error_feedback
 from farflung.comm import COLLECTIVES, ExchangeChannel
 from farflung.reducers import CodecReducer
-from farflung.reducers.aggregation import Exchange
-from farflung.seeding import generator
+from farflung.reducers.aggregation import CodecExchange
+from farflung.seeding import create_generator
 from farflung.types import Runtime, TensorSpec
 from tests.helpers import NUMEL, in_virtual_time, same_bits, tensors_in
 from tests.reducers.replicas import PARTS, WEIGHTS, assert_alike, run
@@ -28,7 +28,7 @@ def large(rank: int, step: int) -> Tensor:
 
 def spread(rank: int, step: int) -> Tensor:
     """Numbers of all sizes, the largest near the end of the range."""
-    drawn = torch.rand(NUMEL, generator=generator(22, rank, step)) * 2 - 1
+    drawn = torch.rand(NUMEL, generator=create_generator(22, rank, step)) * 2 - 1
     return (drawn * torch.logspace(-3, 4.8, NUMEL)).half()
 
 
@@ -101,7 +101,9 @@ def test_a_residual_may_be_larger_than_a_gradient_of_its_type() -> None:
 def test_what_a_residual_makes_too_large_is_cut_to_what_a_gradient_could_be() -> None:
     async def body(runtime: Runtime) -> Tensor:
         channel, side = ExchangeChannel(runtime.comm, 1, 0), torch.ones(1, dtype=torch.float64)
-        total, _ = await Exchange(channel, "direct", side, 0, torch.float16).sum_dense(torch.full((10,), 1e6))
+        total, _ = await CodecExchange(channel, "direct", side, 0, torch.float16).sum_dense(
+            torch.full((10,), 1e6)
+        )
         return total
 
     for size in (2, 3, 7):

@@ -19,15 +19,20 @@ from farflung.engine.reducer_states import ReducerStates
 from farflung.errors import ConfigError, Unsupported
 from farflung.reducers import GradiVeQ
 from farflung.reducers.gradiveq import window
-from farflung.reducers.gradiveq.slices import Coder, Layout
-from farflung.reducers.gradiveq.window import count_dimensions, find_directions, fingerprint, is_alike
-from farflung.seeding import generator
+from farflung.reducers.gradiveq.slices import Layout, SliceCoder
+from farflung.reducers.gradiveq.window import (
+    compute_fingerprint,
+    count_dimensions,
+    find_directions,
+    is_unanimous,
+)
+from farflung.seeding import create_generator
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import (
     CodecState,
     Contribution,
-    Placed,
+    ParameterSpan,
     Reducer,
     Runtime,
     Seeds,
@@ -40,7 +45,12 @@ from tests.reducers.replicas import LINK, NO_RIDER, SIDE, SPEC, Replica, assert_
 
 CONVOLUTIONS = TensorSpec(
     (560,),
-    parts=(Placed((4, 4, 3, 3), 0), Placed((10,), 144), Placed((5, 9, 3, 3), 154), Placed((), 559)),
+    spans=(
+        ParameterSpan((4, 4, 3, 3), 0),
+        ParameterSpan((10,), 144),
+        ParameterSpan((5, 9, 3, 3), 154),
+        ParameterSpan((), 559),
+    ),
 )
 SHORT = GradiVeQ(
     slice_size=48, ratio=8, warm_up=1, sample_steps=5, compress_steps=4, windows="paper", sample_bits=None
@@ -50,27 +60,27 @@ EXPLAINED = replace(SHORT, ratio=None, variance_left=0.0001, slice_size=144)
 
 
 def normal(numel: int, *labels: int) -> Tensor:
-    return torch.randn(numel, generator=generator(31, *labels))
+    return torch.randn(numel, generator=create_generator(31, *labels))
 
 
 def planar(rank: int, step: int) -> Tensor:
     """Gradients of every rank in one plane through one point, which samples of three steps show."""
     means, one, two = (normal(SPEC.numel, label) for label in range(3))
-    along = torch.randn(2, generator=generator(32, rank, step))
+    along = torch.randn(2, generator=create_generator(32, rank, step))
     return means + along[0] * one + along[1] * two
 
 
 def bases_of(layout: Layout, samples: Tensor, left_out: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Means and bases of samples, shape ``(n, numel)``."""
-    state = window.begin(0, layout)
+    state = window.init_window(0, layout)
     for sample in samples:
         state = window.add_mean(state, sample, 1)
     state = window.solve_bases(state, None, left_out, lambda numel, find: find())
     return state["means"], state["bases"]
 
 
-def coder_of(layout: Layout, samples: Tensor, tensor: Tensor, weight: float, left_out: float) -> Coder:
-    return Coder(layout, *bases_of(layout, samples, left_out), tensor, weight)
+def coder_of(layout: Layout, samples: Tensor, tensor: Tensor, weight: float, left_out: float) -> SliceCoder:
+    return SliceCoder(layout, *bases_of(layout, samples, left_out), tensor, weight)
 
 
 # --- layout -----------------------------------------------------------------------------------------------------
@@ -82,18 +92,18 @@ def test_slices_are_read_by_position_depth_and_filter_and_written_where_they_wer
     shape: tuple[int, ...], wished: int
 ) -> None:
     """A slice begins anywhere in a kernel, and the last one ends in zeros; a matrix is a kernel of depth 1."""
-    spec, depth = TensorSpec((200,), parts=(Placed(shape, 7),)), 3 if len(shape) > 2 else 1
-    assert len(Layout.of(spec, wished).layers) == (depth == 3)
-    (layer,) = Layout.of(spec, wished, matrices=True).layers
+    spec, depth = TensorSpec((200,), spans=(ParameterSpan(shape, 7),)), 3 if len(shape) > 2 else 1
+    assert len(Layout.from_spec(spec, wished).layers) == (depth == 3)
+    (layer,) = Layout.from_spec(spec, wished, matrices=True).layers
     tensor = normal(200)
-    rows = layer.rows(tensor, 0, layer.slices)
-    assert rows.numel() - 120 < layer.slices
+    rows = layer.read_slices(tensor, 0, layer.num_slices)
+    assert rows.numel() - 120 < layer.num_slices
     assert torch.equal(rows.view(-1)[:120], tensor[7:127].view(5, depth, -1).permute(2, 1, 0).reshape(-1))
     assert not rows.view(-1)[120:].any()
     again = torch.zeros_like(tensor)
-    for first in range(layer.slices):
-        assert torch.equal(layer.rows(tensor, first, first + 1), rows[first : first + 1])
-        layer.put(again, first, rows[first : first + 1])
+    for first in range(layer.num_slices):
+        assert torch.equal(layer.read_slices(tensor, first, first + 1), rows[first : first + 1])
+        layer.write_slices(again, first, rows[first : first + 1])
     wanted = torch.zeros_like(tensor)
     wanted[7:127] = tensor[7:127]
     assert torch.equal(again, wanted)
@@ -104,15 +114,15 @@ def test_slices_are_read_by_position_depth_and_filter_and_written_where_they_wer
     [((16, 16, 3, 3), 4, 576), ((16, 3, 3, 3), 1, 432), ((64, 64, 3, 3), 72, 512), ((30, 50), 3, 500)],
 )
 def test_slices_are_of_the_size_that_fits_best(shape: tuple[int, ...], slices: int, numel: int) -> None:
-    part = Placed(shape, 0)
-    (layer,) = Layout.of(TensorSpec((part.numel,), parts=(part,)), 512, matrices=True).layers
-    assert (layer.slices, layer.slice_numel) == (slices, numel)
+    part = ParameterSpan(shape, 0)
+    (layer,) = Layout.from_spec(TensorSpec((part.numel,), spans=(part,)), 512, matrices=True).layers
+    assert (layer.num_slices, layer.slice_numel) == (slices, numel)
 
 
 def test_what_is_no_convolution_is_dense() -> None:
-    layout = Layout.of(CONVOLUTIONS, 48)
+    layout = Layout.from_spec(CONVOLUTIONS, 48)
     assert layout.dense == ((144, 10), (559, 1))
-    assert Layout.of_state(layout.state) == layout
+    assert Layout.from_state(layout.state) == layout
 
 
 # --- principal components ---------------------------------------------------------------------------------------
@@ -148,27 +158,27 @@ def test_a_basis_is_of_all_slices_about_their_own_means() -> None:
 
 
 def test_with_nothing_left_out_the_window_comes_out_whole() -> None:
-    layout = Layout.of(CONVOLUTIONS, 1000)
+    layout = Layout.from_spec(CONVOLUTIONS, 1000)
     samples = normal(6 * 560).view(6, 560).double()
     for sample in samples:
         coder = coder_of(layout, samples, 2 * sample, 2.0, 0.0)
-        (whole,) = coder.cut(1)
+        (whole,) = coder.split(1)
         encoded = coder.encode(whole)
         assert len(encoded) == 5 * len(layout.layers) + 11
         coder.decode(encoded, whole, 2.0)
         torch.testing.assert_close(coder._tensor, sample, rtol=0.0, atol=1e-5)
-        assert coder.loss == pytest.approx(0.0, abs=1e-3)
+        assert coder.relative_error == pytest.approx(0.0, abs=1e-3)
 
 
 def test_the_loss_is_that_of_the_own_tensor() -> None:
-    layout = Layout.of(SPEC, 48)
+    layout = Layout.from_spec(SPEC, 48)
     tensor = normal(SPEC.numel, 4)
     coder = coder_of(layout, normal(6 * SPEC.numel).view(6, -1), tensor.clone(), 1.0, 0.3)
-    assert coder.loss is None
-    (whole,) = coder.cut(1)
+    assert coder.relative_error is None
+    (whole,) = coder.split(1)
     coder.decode(coder.encode(whole), whole, 1.0)
     left = (coder._tensor - tensor)[:144].norm() / tensor[:144].norm()
-    assert coder.loss == pytest.approx(float(left), rel=1e-4)
+    assert coder.relative_error == pytest.approx(float(left), rel=1e-4)
 
 
 # --- around a ring ----------------------------------------------------------------------------------------------
@@ -176,14 +186,14 @@ def test_the_loss_is_that_of_the_own_tensor() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 40])
 def test_borders_are_those_of_slices_and_balance_bytes(size: int) -> None:
-    layout = Layout.of(CONVOLUTIONS, 16)
+    layout = Layout.from_spec(CONVOLUTIONS, 16)
     coder = coder_of(layout, normal(9 * 560).view(9, 560), normal(560), 1.0, 0.2)
-    places = coder.cut(size)
-    sent = [coder.sent_numel(place) for place in places]
-    (whole,) = coder.cut(1)
+    places = coder.split(size)
+    sent = [coder.count_encoded(place) for place in places]
+    (whole,) = coder.split(1)
     assert len(places) == size
-    assert sum(sent) == coder.sent_numel(whole)
-    assert sum(coder.numel(place) for place in places) == 560
+    assert sum(sent) == coder.count_encoded(whole)
+    assert sum(coder.count_dense(place) for place in places) == 560
     torch.testing.assert_close(torch.cat([coder.encode(place) for place in places]), coder.encode(whole))
     largest = max(coder._sizes)
     assert all(abs(one - sum(sent) / size) <= largest + 1 for one in sent)
@@ -208,7 +218,7 @@ def going_on(
     for replica, old in zip(after, before, strict=True):
         replica.slot.state = old.slot.state
     world.run([replica.run(steps) for replica in after])
-    return after, world.clock.now()
+    return after, world.clock.time()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -219,9 +229,11 @@ def test_around_a_ring_it_is_the_same_as_without_overlap(size: int) -> None:
     before = halfway(reducer, size, spec=CONVOLUTIONS, make=make, weighted=False)
     shared = before[0].slot.state.shared
     after, _ = going_on(before, range(7, 8))
-    layout = Layout.of_state(shared["layout"])
-    coders = [Coder(layout, shared["means"], shared["bases"], make(rank, 7), 1.0) for rank in range(size)]
-    for index, place in enumerate(coders[0].cut(size)):
+    layout = Layout.from_state(shared["layout"])
+    coders = [
+        SliceCoder(layout, shared["means"], shared["bases"], make(rank, 7), 1.0) for rank in range(size)
+    ]
+    for index, place in enumerate(coders[0].split(size)):
         total = coders[index].encode(place)
         for offset in range(1, size):
             total = total + coders[(index + offset) % size].encode(place)
@@ -233,7 +245,7 @@ def test_around_a_ring_it_is_the_same_as_without_overlap(size: int) -> None:
 @pytest.mark.parametrize(("encode_s", "decode_s"), [(0.3, 0.2), (0.8, 0.7)])
 def test_coding_and_messages_go_on_side_by_side(encode_s: float, decode_s: float) -> None:
     """Three segments of one slice each: on every hop the longer of the two counts, and what is coded first."""
-    spec = TensorSpec((144,), parts=(Placed((4, 4, 3, 3), 0),))
+    spec = TensorSpec((144,), spans=(ParameterSpan((4, 4, 3, 3), 0),))
     reducer = replace(SHORT, collective="ring", ratio=12)
     before = halfway(reducer, 3, spec=spec, make=lambda rank, step: gradient(rank, step, 144), weighted=False)
     rates = {("encode", reducer.method): encode_s, ("decode", reducer.method): decode_s, ("add", ""): 0.12}
@@ -257,10 +269,12 @@ def watched(reducer: GradiVeQ, steps: int, size: int = 3, **options: Any) -> tup
         def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
             return reducer.init(spec, seeds)
 
-        async def reduce(self, channel: Any, slot: StateSlot, own: Contribution, *, step: int) -> Any:
+        async def reduce(
+            self, channel: Any, slot: StateSlot, contribution: Contribution, *, step: int
+        ) -> Any:
             if channel.rank == 0:
                 phases.append("warm_up" if step < reducer.warm_up else slot.state.shared["phase"])
-            return await reducer.reduce(channel, slot, own, step=step)
+            return await reducer.reduce(channel, slot, contribution, step=step)
 
     return phases, run(Watched(), size, steps, **options)
 
@@ -271,7 +285,7 @@ WINDOW = [*["sample"] * 5, "confirm", *["compress"] * 3]
 def test_windows_follow_each_other() -> None:
     phases, _ = watched(SHORT, 20)
     assert phases == ["warm_up", *WINDOW, *WINDOW, "sample"]
-    assert phases[1 : 1 + SHORT.exchanges_until(2)] == [*WINDOW, *WINDOW[:7]]
+    assert phases[1 : 1 + SHORT.count_exchanges(2)] == [*WINDOW, *WINDOW[:7]]
 
 
 def test_samples_may_be_spread_among_those_that_are_compressed() -> None:
@@ -279,7 +293,7 @@ def test_samples_may_be_spread_among_those_that_are_compressed() -> None:
     cycle = ["confirm", *["compress"] * 15]
     phases, replicas = watched(SPREAD, 40, 2)
     assert phases == ["warm_up", *["sample"] * 5, *cycle, *cycle, "confirm", "compress"]
-    assert phases[1 : 1 + SPREAD.exchanges_until(3)] == phases[1:]
+    assert phases[1 : 1 + SPREAD.count_exchanges(3)] == phases[1:]
     nbytes = replicas[0].nbytes
     whole = [step for step, sent in enumerate(nbytes) if sent > 0.9 * nbytes[1]]
     assert whole == [*range(7), *range(9, 22, 3), 22, *range(25, 38, 3), 38]
@@ -339,8 +353,8 @@ def test_the_mean_stays_that_of_the_gradients(drift: float) -> None:
     """Constant gradients and noise, over five windows, at 4 bits, whether votes end some of them or not."""
     reducer = replace(SPREAD, sample_steps=8, compress_steps=32, sample_bits=4, drift=drift)
     constant = normal(SPEC.numel, 7)
-    (layer,) = Layout.of(SPEC, 48).layers
-    exact = layer.rows(constant, 0, layer.slices)
+    (layer,) = Layout.from_spec(SPEC, 48).layers
+    exact = layer.read_slices(constant, 0, layer.num_slices)
     world = VirtualWorld(2, LINK)
     replicas = [
         Watching(
@@ -363,13 +377,13 @@ def test_the_mean_stays_that_of_the_gradients(drift: float) -> None:
 def test_what_waited_for_a_sample_does_not_turn_the_bases() -> None:
     """Three directions of variance 4 among those of 1, of which five steps come out at once."""
     reducer = replace(SPREAD, ratio=16, sample_steps=60, compress_steps=240, drift=1e9)
-    (layer,) = Layout.of(SPEC, 48).layers
+    (layer,) = Layout.from_spec(SPEC, 48).layers
 
     def make(rank: int, step: int) -> Tensor:
         tensor = gradient(rank, step)
-        rows = layer.rows(tensor, 0, layer.slices)
+        rows = layer.read_slices(tensor, 0, layer.num_slices)
         rows[:, :3] *= 2
-        layer.put(tensor, 0, rows)
+        layer.write_slices(tensor, 0, rows)
         return tensor
 
     world = VirtualWorld(1, LINK)
@@ -398,7 +412,7 @@ def test_most_must_see_the_loss_grow_to_end_a_window() -> None:
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_a_window_ends_by_a_majority_or_after_its_steps(size: int) -> None:
-    state = {**window.begin(0, Layout.of(SPEC, 48)), "phase": "compress", "count": 1}
+    state = {**window.init_window(0, Layout.from_spec(SPEC, 48)), "phase": "compress", "count": 1}
     ends = [
         window.count_exchange(state, votes, steps=3, size=size)["phase"] == "sample"
         for votes in range(size + 1)
@@ -448,11 +462,11 @@ def test_bases_that_differ_are_replaced_by_those_of_rank_0(collective: str) -> N
 
 def test_a_hash_tells_the_smallest_difference() -> None:
     tensors = [normal(40).view(8, 5), normal(3)]
-    one, same = fingerprint(tensors), fingerprint([tensor.clone() for tensor in tensors])
-    other = fingerprint([tensors[0], torch.nextafter(tensors[1], torch.zeros(3))])
-    assert is_alike([7 * number for number in one], 7)
+    one, same = compute_fingerprint(tensors), compute_fingerprint([tensor.clone() for tensor in tensors])
+    other = compute_fingerprint([tensors[0], torch.nextafter(tensors[1], torch.zeros(3))])
+    assert is_unanimous([7 * number for number in one], 7)
     assert one == same
-    assert not is_alike([a + b for a, b in zip(one, other, strict=True)], 2)
+    assert not is_unanimous([a + b for a, b in zip(one, other, strict=True)], 2)
 
 
 def test_who_has_no_weight_says_nothing_and_nobody_s_weight_teaches_nothing() -> None:
@@ -462,15 +476,15 @@ def test_who_has_no_weight_says_nothing_and_nobody_s_weight_teaches_nothing() ->
     own = Contribution(torch.zeros(SPEC.numel), 0.0, NO_RIDER)
     (result,) = world.run([SHORT.reduce(ExchangeChannel(world.runtimes[0].comm, 1, 0), slot, own, step=9)])
     assert not result.mean.any()
-    assert result.learn is not None
-    assert result.learn(slot.state) is slot.state
+    assert result.update_state is not None
+    assert result.update_state(slot.state) is slot.state
 
 
 # --- what is refused --------------------------------------------------------------------------------------------
 
 
 def test_models_that_it_can_do_nothing_for_are_refused() -> None:
-    matrix = TensorSpec((100,), parts=(Placed((10, 10), 0),))
+    matrix = TensorSpec((100,), spans=(ParameterSpan((10, 10), 0),))
     with pytest.raises(Unsupported, match="this model has none"):
         ReducerStates(GradiVeQ(), {0: matrix}, 1, 0)
     ReducerStates(GradiVeQ(matrices=True), {0: matrix}, 1, 0)
@@ -480,7 +494,7 @@ def test_models_that_it_can_do_nothing_for_are_refused() -> None:
 
 
 def test_a_run_that_ends_before_anything_is_compressed_is_refused() -> None:
-    recipe = farflung.recipe("synchronous").but(reducer="gradiveq(warm_up=3,sample_steps=5)")
+    recipe = farflung.parse_recipe("synchronous").with_members(reducer="gradiveq(warm_up=3,sample_steps=5)")
     with pytest.raises(
         ConfigError, match=r"warm_up 3 and sample_steps 5 .* run of 9 steps: .* 10 steps or more"
     ):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from farflung.reducers import PowerSGD
-from farflung.seeding import generator
-from farflung.types import Placed, Seeds, TensorSpec
+from farflung.seeding import create_generator
+from farflung.types import ParameterSpan, Seeds, TensorSpec
 from tests.reducers.replicas import PARTS, SIDE, SPEC, gradient, left, once, run
 
 powersgd_hook: Any = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
@@ -22,9 +22,9 @@ powersgd_hook: Any = importlib.import_module("torch.distributed.algorithms.ddp_c
 def low_rank(rank: int, step: int) -> Tensor:
     """The convolution's gradient has rank 2, the matrix's too, and both stay as they are."""
     del step
-    g = generator(8, rank)
-    left_one, right_one = torch.randn(4, 2, generator=generator(9)), torch.randn(2, 36, generator=g)
-    left_two, right_two = torch.randn(10, 2, generator=generator(10)), torch.randn(2, 10, generator=g)
+    g = create_generator(8, rank)
+    left_one, right_one = torch.randn(4, 2, generator=create_generator(9)), torch.randn(2, 36, generator=g)
+    left_two, right_two = torch.randn(10, 2, generator=create_generator(10)), torch.randn(2, 10, generator=g)
     return torch.cat([(left_one @ right_one).view(-1), (left_two @ right_two).view(-1), torch.ones(13)])
 
 
@@ -36,21 +36,21 @@ def test_a_gradient_of_that_rank_comes_out_whole() -> None:
 
 
 def test_ranks_by_shapes_and_dense_steps_by_the_run() -> None:
-    parts = (Placed((128, 512), 0), Placed((32, 40), 65536), Placed((10, 200), 66816))
-    q = PowerSGD().init(TensorSpec((68816,), parts=parts), Seeds(0, 0)).shared["q"]
+    parts = (ParameterSpan((128, 512), 0), ParameterSpan((32, 40), 65536), ParameterSpan((10, 200), 66816))
+    q = PowerSGD().init(TensorSpec((68816,), spans=parts), Seeds(0, 0)).shared["q"]
     assert {shape: one.shape[-1] for shape, one in q.items()} == {"128x512": 8, "32x40": 4, "10x200": 2}
-    assert PowerSGD().for_run(2000, 100).dense_steps == 200
-    assert PowerSGD().for_run(500, 100).dense_steps == 100
-    assert PowerSGD(dense_steps=0).for_run(2000, 100).dense_steps == 0
-    assert PowerSGD().for_run(2000, 100).method == "powersgd"
+    assert PowerSGD().with_run_length(2000, 100).dense_steps == 200
+    assert PowerSGD().with_run_length(500, 100).dense_steps == 100
+    assert PowerSGD(dense_steps=0).with_run_length(2000, 100).dense_steps == 0
+    assert PowerSGD().with_run_length(2000, 100).method == "powersgd"
 
 
 def test_a_warm_start_finds_the_largest_directions() -> None:
     """Of a matrix that stays, power iteration finds the best approximation there is."""
-    u, _, v = torch.linalg.svd(torch.randn(20, 20, generator=generator(3)))
+    u, _, v = torch.linalg.svd(torch.randn(20, 20, generator=create_generator(3)))
     matrix = u @ torch.diag(0.5 ** torch.arange(20.0)) @ v
     reducer = PowerSGD(rank=2, error_feedback=False)
-    spec = TensorSpec((400,), parts=(Placed((20, 20), 0),))
+    spec = TensorSpec((400,), spans=(ParameterSpan((20, 20), 0),))
     replicas = run(
         reducer, 2, 20, spec=spec, make=lambda rank, step: matrix.reshape(-1).clone(), weighted=False
     )
@@ -61,16 +61,16 @@ def test_a_warm_start_finds_the_largest_directions() -> None:
 def test_only_what_pays_is_compressed_and_the_rest_is_exact() -> None:
     reducer = PowerSGD(rank=2)
     parts = (
-        Placed((30, 20), 0),
-        Placed((4, 4), 600),
-        Placed((9,), 616),
-        Placed((), 625),
-        Placed((30, 2, 10), 626),
+        ParameterSpan((30, 20), 0),
+        ParameterSpan((4, 4), 600),
+        ParameterSpan((9,), 616),
+        ParameterSpan((), 625),
+        ParameterSpan((30, 2, 10), 626),
     )
-    spec = TensorSpec((1226,), parts=parts)
+    spec = TensorSpec((1226,), spans=parts)
     state = reducer.init(spec, Seeds(1, 2))
     assert state.shared["layout"] == {"dense": [[600, 16], [616, 9], [625, 1]], "groups": {"30x20": [0, 626]}}
-    grads = [torch.randn(1226, generator=generator(3, rank)) for rank in range(4)]
+    grads = [torch.randn(1226, generator=create_generator(3, rank)) for rank in range(4)]
     results, nbytes, _ = once(reducer, grads, spec=spec)
     torch.testing.assert_close(results[0].mean[600:626], torch.stack(grads).mean(dim=0)[600:626])
     numbers = 26 + 2 * 2 * (30 + 20)
@@ -96,9 +96,9 @@ def test_a_direction_that_was_lost_is_found_again() -> None:
 
 def test_columns_that_depend_are_dropped_and_found_again() -> None:
     """Gradients of rank one with more columns than that, and then of full rank."""
-    vector = torch.randn(20, generator=generator(1))
-    matrix, whole = torch.outer(vector, vector), torch.randn(20, 20, generator=generator(2))
-    spec = TensorSpec((400,), parts=(Placed((20, 20), 0),))
+    vector = torch.randn(20, generator=create_generator(1))
+    matrix, whole = torch.outer(vector, vector), torch.randn(20, 20, generator=create_generator(2))
+    spec = TensorSpec((400,), spans=(ParameterSpan((20, 20), 0),))
 
     def make(rank: int, step: int) -> Tensor:
         return (matrix if step < 4 else whole).reshape(-1).clone()

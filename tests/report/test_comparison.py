@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from farflung.errors import DataError
-from farflung.report import Compared, Course, compare_courses, comparison_picture, comparison_table
+from farflung.report import ComparisonRow, RunHistory, compare_runs, draw_comparison, render_comparison_table
 from tests.covering import covered
 
 SPLIT = {"compute": 1.0, "exposed_communication": 2.0, "data_wait": 1.0, "evaluation": 0.0, "other": 0.0}
@@ -23,11 +23,11 @@ def course(
     network: str = "wifi",
     pace_s: float = 1.0,
     step_nbytes: int = 1000,
-) -> Course:
+) -> RunHistory:
     """One that is evaluated every ``pace_s`` seconds."""
     timed = tuple((pace_s * n, step_nbytes * n, score) for n, score in enumerate(scores, start=1))
     summary = {"bytes_sent_per_replica": timed[-1][1], "duration_s": timed[-1][0], "time_s": dict(SPLIT)}
-    return Course(recipe, network, seed, timed, summary)  # type: ignore[arg-type]
+    return RunHistory(recipe, network, seed, timed, summary)  # type: ignore[arg-type]
 
 
 def test_a_course_is_read_from_events() -> None:
@@ -39,13 +39,15 @@ def test_a_course_is_read_from_events() -> None:
         {"event": "evaluation", "rank": 0, "t": 4.5, "step": 2, "accuracy": 0.75, "bytes_sent": 20},
         {"event": "end", "rank": 0, "t": 4.5},
     ]
-    read = Course.of("a", "wifi", 0, events, {})
+    read = RunHistory.from_events("a", "wifi", 0, events, {})
     assert read.scores == ((1.5, 10, 0.25), (2.5, 20, 0.75))
-    assert (read.best, read.reaches(0.5), read.reaches(0.8)) == (0.75, (2.5, 20), None)
+    assert (read.max_score, read.find_target_cost(0.5), read.find_target_cost(0.8)) == (0.75, (2.5, 20), None)
     with pytest.raises(DataError, match="a on wifi, seed 0: it was never evaluated"):
-        Course.of("a", "wifi", 0, events[:2], {})
+        RunHistory.from_events("a", "wifi", 0, events[:2], {})
     with pytest.raises(DataError, match="its events are damaged"):
-        Course.of("a", "wifi", 0, [{"event": "evaluation", "rank": 0, "t": None, "accuracy": 1}], {})
+        RunHistory.from_events(
+            "a", "wifi", 0, [{"event": "evaluation", "rank": 0, "t": None, "accuracy": 1}], {}
+        )
 
 
 def test_times_bytes_and_speed_up_are_means_over_seeds() -> None:
@@ -57,7 +59,7 @@ def test_times_bytes_and_speed_up_are_means_over_seeds() -> None:
         course("never", 0.1, 0.2, 0.3),
         course("slow", 0.6, network="lan"),
     ]
-    slow, fast, never, elsewhere = compare_courses(courses, 0.5)
+    slow, fast, never, elsewhere = compare_runs(courses, 0.5)
     assert (slow.time_to_target_s, slow.bytes_to_target, slow.speed_up) == (10.0, 2500.0, 1.0)
     assert (fast.time_to_target_s, fast.bytes_to_target, fast.speed_up) == (2.0, 200.0, 5.0)
     assert fast.final_accuracy == pytest.approx(0.6)
@@ -69,10 +71,10 @@ def test_times_bytes_and_speed_up_are_means_over_seeds() -> None:
     assert slow.to_json()["final_accuracy_range"] == [0.6, 0.6]
 
 
-def printed(rows: list[Compared], target: float, width: int) -> list[str]:
+def printed(rows: list[ComparisonRow], target: float, width: int) -> list[str]:
     """The lines of a table on a terminal of some width; no line is longer."""
     out = StringIO()
-    Console(file=out, width=width, force_terminal=False).print(comparison_table(rows, target, width))
+    Console(file=out, width=width, force_terminal=False).print(render_comparison_table(rows, target, width))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     return lines
@@ -85,7 +87,7 @@ def cells_of(lines: list[str]) -> list[list[str]]:
 
 def test_the_table_says_what_is_simulated_and_what_was_not_reached() -> None:
     courses = [course("slow", 0.2, 0.6, pace_s=4.0), course("never", 0.1, 0.3)]
-    lines = printed(compare_courses(courses, 0.5), 0.5, 160)
+    lines = printed(compare_runs(courses, 0.5), 0.5, 160)
     assert lines[0].startswith("Simulated. Time to accuracy 50.0 %")
     assert lines[1].strip() == "All on wifi."
     assert cells_of(lines) == [
@@ -111,12 +113,12 @@ FIGURES = {
 }  # fmt: skip
 
 
-def wide(recipe: str, network: str, place: int) -> Course:
+def wide(recipe: str, network: str, place: int) -> RunHistory:
     """A course with long figures; of a first recipe, or of another."""
     seconds, nbytes, score = (20.0, 1_234_567, 0.6234) if place else (6000.0, 123_456_789_012, 0.6)
     split = {"compute": 0.1, "exposed_communication": 99.8, "data_wait": 0.0, "evaluation": 0.1, "other": 0.0}
     summary = {"bytes_sent_per_replica": nbytes, "duration_s": seconds, "time_s": split, "coding_s": 31.0}
-    return Course(recipe, network, 0, ((seconds, nbytes, score),), summary)  # type: ignore[arg-type]
+    return RunHistory(recipe, network, 0, ((seconds, nbytes, score),), summary)  # type: ignore[arg-type]
 
 
 @covered(
@@ -129,7 +131,7 @@ def test_recipes_can_be_told_apart_and_no_figure_is_cut(
     recipes: tuple[str, ...], networks: tuple[str, ...], width: int
 ) -> None:
     courses = [wide(recipe, network, place) for network in networks for place, recipe in enumerate(recipes)]
-    lines = printed(compare_courses(courses, 0.5), 0.5, width)
+    lines = printed(compare_runs(courses, 0.5), 0.5, width)
     (head, body) = (
         [[cell.strip() for cell in line[1:-1].split(sign)] for line in lines if line[0] == sign]
         for sign in "┃│"
@@ -162,7 +164,7 @@ def test_recipes_can_be_told_apart_and_no_figure_is_cut(
 
 def test_several_seeds_have_their_range_below_their_mean() -> None:
     courses = [course("ring", 0.5, 0.5 + 0.1 * seed, seed=seed) for seed in range(3)]
-    lines = printed(compare_courses(courses, 0.5), 0.5, 80)
+    lines = printed(compare_runs(courses, 0.5), 0.5, 80)
     assert [line[3] for line in cells_of(lines)] == ["60.0 %", "50.0 % to 70.0 %"]
 
 
@@ -173,13 +175,15 @@ def test_the_picture(tmp_path: Path) -> None:
         for seed in range(2)
         for network in ("wifi", "lan")
     ]
-    comparison_picture(courses, tmp_path / "new" / "compare.png", title="all $of$ them", target=0.15)
+    draw_comparison(courses, tmp_path / "new" / "compare.png", title="all $of$ them", target=0.15)
     assert (tmp_path / "new" / "compare.png").read_bytes().startswith(b"\x89PNG")
-    comparison_picture([course("score", -3.0, -1.0)], tmp_path / "score.png", title="one", target=-2.0)
+    draw_comparison([course("score", -3.0, -1.0)], tmp_path / "score.png", title="one", target=-2.0)
     assert (tmp_path / "score.png").exists()
 
 
 def test_a_damaged_summary_is_named() -> None:
-    damaged = Course("a", "wifi", 0, ((1.0, 1, 0.5),), {"duration_s": 1.0, "bytes_sent_per_replica": "much"})
+    damaged = RunHistory(
+        "a", "wifi", 0, ((1.0, 1, 0.5),), {"duration_s": 1.0, "bytes_sent_per_replica": "much"}
+    )
     with pytest.raises(DataError, match="a on wifi: its summary has no number bytes_sent_per_replica"):
-        compare_courses([damaged], 0.5)
+        compare_runs([damaged], 0.5)

@@ -15,7 +15,7 @@ import pytest
 import farflung
 from farflung.cli import report as command
 from farflung.cli.main import main
-from farflung.report import ReportedRun, report_data, report_page
+from farflung.report import ReportedRun, build_report_data, render_report_page
 from farflung.runs import Run
 from farflung.telemetry import Event
 from tests.web import running
@@ -65,7 +65,7 @@ def begin(rank: int, number: int = 0, t: float = 0.0) -> Event:
 
 
 def data_for(events: dict[int, list[Event]]) -> dict[str, Any]:
-    return report_data([ReportedRun("run", {}, events)])
+    return build_report_data([ReportedRun("run", {}, events)])
 
 
 # --- what is in it ----------------------------------------------------------------------------------------------
@@ -120,14 +120,15 @@ def test_last_steps_and_exchanges_lie_where_telemetry_has_them(run: Run, tmp_pat
 
 def test_shares_and_traffic(tmp_path: Path) -> None:
     run = farflung.simulate("synthetic/quadratic", partition="labels(k=5)", **{**QUICK, "workers": 2})
-    data = report_data([ReportedRun("run", {}, run.events, run.summary)])
+    data = build_report_data([ReportedRun("run", {}, run.events, run.summary)])
     (shares,) = figures(data, "Shares of the training set").values()
     assert shares["columns"] == ["rank", "samples", *(f"label {label}" for label in range(10))]
     assert shares["rows"] == [[0, 514, 103, 103, 103, 103, 102, *[0] * 5], [1, 510, *[0] * 5, *[102] * 5]]
     (traffic,) = figures(data, "Traffic").values()
-    assert traffic["columns"] == ["rank", *(f"{kind} (bytes)" for kind in run.sent)]
+    assert traffic["columns"] == ["rank", *(f"{kind} (bytes)" for kind in run.sent_nbytes_by_purpose)]
     assert traffic["rows"] == [
-        [rank, *(sum(sent[rank]) if rank in sent else 0 for sent in run.sent.values())] for rank in (0, 1)
+        [rank, *(sum(sent[rank]) if rank in sent else 0 for sent in run.sent_nbytes_by_purpose.values())]
+        for rank in (0, 1)
     ]
 
 
@@ -261,7 +262,7 @@ def test_losses_that_are_not_finite_and_many_steps() -> None:
 
 @pytest.mark.parametrize("events", [{}, {0: []}, {0: [begin(0)], 1: []}])
 def test_a_run_without_a_step(events: dict[int, list[Event]]) -> None:
-    data = report_data([ReportedRun("run", {"workload": "w", "recipe": "r", "steps": 9}, events)])
+    data = build_report_data([ReportedRun("run", {"workload": "w", "recipe": "r", "steps": 9}, events)])
     assert titles(data) == ["Results", "Settings"]
     assert (data["state"], data["title"]) == ("not ended: 0 of 9 steps", "run: w, r")
 
@@ -285,7 +286,7 @@ def test_it_asks_for_nothing(run: Run, tmp_path: Path) -> None:
 
 def test_text_of_a_run_folder_stays_text(run: Run, tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=alert(1)><!--{{script}}&"
-    data = report_data(
+    data = build_report_data(
         [
             ReportedRun(
                 evil,
@@ -294,7 +295,7 @@ def test_text_of_a_run_folder_stays_text(run: Run, tmp_path: Path) -> None:
             )
         ]
     )
-    page = report_page(data)
+    page = render_report_page(data)
     assert data_of(page) == data
     assert "<img" not in page
     assert unescape(page.split("<title>")[1].split("</title>")[0]) == f"farflung: {data['title']}"
@@ -352,7 +353,7 @@ def test_a_browser_shows_it_in_both_themes(run: Run, tmp_path: Path, theme: str,
 def test_a_browser_shows_runs_without_a_step_and_with_one(tmp_path: Path) -> None:
     one = {0: [begin(0), step(0, 0)]}
     for name, events in (("none", {}), ("one", one)):
-        (tmp_path / f"{name}.html").write_text(report_page(data_for(events)), encoding="utf-8")
+        (tmp_path / f"{name}.html").write_text(render_report_page(data_for(events)), encoding="utf-8")
         assert "not ended" in words(shown(f"file://{tmp_path / f'{name}.html'}", tmp_path))
 
 
@@ -362,9 +363,9 @@ def test_a_browser_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def grown(folders: object, *, live: bool = False) -> dict[str, Any]:
         events.append(step(0, len(events) - 1, mean_loss=0.125))
-        return report_data([ReportedRun("run", {"steps": 9}, {0: events})], live=live)
+        return build_report_data([ReportedRun("run", {"steps": 9}, {0: events})], is_live=live)
 
-    monkeypatch.setattr(command, "page_data", grown)
+    monkeypatch.setattr(command, "load_report_data", grown)
     with running(command.PageServer(tmp_path, 0)) as server:
         said = words(shown(f"http://127.0.0.1:{server.server_port}/", tmp_path))
     assert len(events) > 4

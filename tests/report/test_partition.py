@@ -7,12 +7,12 @@ from io import StringIO
 from rich.console import Console
 
 from farflung.data import Share
-from farflung.report import partition_table
+from farflung.report import render_partition_table
 
 
 def shown(shares: list[Share], width: int = 80) -> list[str]:
     to = Console(file=StringIO(), width=width)
-    to.print(partition_table(shares, "iid"))
+    to.print(render_partition_table(shares, "iid"))
     assert isinstance(to.file, StringIO)
     return [" ".join(line.split()) for line in to.file.getvalue().splitlines()]
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from farflung.errors import DataError, StorageError
-from farflung.report.pictures import picture
-from farflung.report.reading import rank_courses
+from farflung.report.pictures import create_picture
+from farflung.report.reading import read_rank_histories
 from farflung.telemetry import Event
 
 COMPUTE_S, EXPOSED_S, DATA_S, EVALUATION_S = 0.25, 0.5, 0.125, 2.0
@@ -57,7 +57,7 @@ def texts(figure: Figure) -> str:
 
 @pytest.mark.parametrize("simulated", [True, False])
 def test_simulated_times_are_marked(simulated: bool, tmp_path: Path) -> None:
-    with picture(tmp_path / "new" / "a.png", (4, 2), r"$\frac{$", simulated=simulated) as figure:
+    with create_picture(tmp_path / "new" / "a.png", (4, 2), r"$\frac{$", is_simulated=simulated) as figure:
         assert ("SIMULATED" in texts(figure)) is simulated
     content = (tmp_path / "new" / "a.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
@@ -66,7 +66,7 @@ def test_simulated_times_are_marked(simulated: bool, tmp_path: Path) -> None:
 
 def test_a_title_is_taken_as_it_is(tmp_path: Path, drawn: list[Figure]) -> None:
     title = r"a $\nonsense{$ title % " + "that goes on " * 40
-    with picture(tmp_path / "a.png", (4, 2), title):
+    with create_picture(tmp_path / "a.png", (4, 2), title):
         pass
     head = drawn[0].get_suptitle()
     assert head.startswith(r"a $\nonsense{$ title % that")
@@ -83,7 +83,10 @@ def test_a_failed_write_leaves_the_old_picture(tmp_path: Path, monkeypatch: pyte
         raise OSError("disk full")
 
     monkeypatch.setattr(Figure, "savefig", savefig)
-    with pytest.raises(StorageError, match=r"a.png: cannot be written .disk full"), picture(path, (4, 2)):
+    with (
+        pytest.raises(StorageError, match=r"a.png: cannot be written .disk full"),
+        create_picture(path, (4, 2)),
+    ):
         pass
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
@@ -93,12 +96,12 @@ def test_a_failed_write_leaves_the_old_picture(tmp_path: Path, monkeypatch: pyte
 
 
 def seconds(rank_events: dict[int, list[Event]], part: str) -> list[float]:
-    return [course.seconds[part] for course in rank_courses(rank_events).values()]
+    return [course.part_seconds[part] for course in read_rank_histories(rank_events).values()]
 
 
 def test_time_of_a_run_that_ended_is_what_it_said() -> None:
-    (course,) = rank_courses({0: session(0, steps=8, evaluate=(4,))}).values()
-    assert course.seconds == {
+    (course,) = read_rank_histories({0: session(0, steps=8, evaluate=(4,))}).values()
+    assert course.part_seconds == {
         "compute": 8 * COMPUTE_S,
         "exposed_communication": 8 * EXPOSED_S,
         "data_wait": 8 * DATA_S,
@@ -113,7 +116,7 @@ def test_time_of_a_run_cut_short_is_summed_from_its_steps() -> None:
         3: list(session(3, steps=2, end=False, t=5.0)),
         0: list(session(0, steps=8, evaluate=(4, 6), end=False, t=5.0)),
     }
-    assert list(rank_courses(events)) == [0, 3]
+    assert list(read_rank_histories(events)) == [0, 3]
     assert seconds(events, "compute") == [8 * COMPUTE_S, 2 * COMPUTE_S]
     assert seconds(events, "evaluation") == [2 * EVALUATION_S, 0.0]
     assert seconds(events, "other") == [0.0, 0.0]
@@ -125,15 +128,15 @@ def test_a_resumed_run_goes_on_in_time_and_repeats_no_step() -> None:
         *session(0, steps=10, evaluate=(5, 10), end=False),
         *session(0, first=6, steps=8, evaluate=(8,), end=False, t=1.0),
     ]
-    (course,) = rank_courses({0: events}).values()
+    (course,) = read_rank_histories({0: events}).values()
     assert list(course.steps) == list(range(8))
     before = 10 * STEP_S + 2 * EVALUATION_S
     assert {step: at for step, (at, _) in course.evaluations.items()} == {
         5: 5 * STEP_S + EVALUATION_S,
         8: before + 2 * STEP_S + EVALUATION_S,
     }
-    assert course.seconds["compute"] == 12 * COMPUTE_S
-    assert course.seconds["evaluation"] == 3 * EVALUATION_S
+    assert course.part_seconds["compute"] == 12 * COMPUTE_S
+    assert course.part_seconds["evaluation"] == 3 * EVALUATION_S
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,7 @@ def test_damaged_events_are_named(index: int, field: str, value: Any, said: str)
     events = list(session(7, steps=1, evaluate=(1,)))
     events[index][field] = value
     with pytest.raises(DataError, match=said):
-        rank_courses({7: events})
+        read_rank_histories({7: events})
 
 
 def test_events_of_other_kinds_are_passed_over() -> None:

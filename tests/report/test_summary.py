@@ -10,7 +10,7 @@ from rich.console import Console
 
 from farflung.errors import DataError
 from farflung.loop import Summary, TimeSplit
-from farflung.report import score_words, summary_table
+from farflung.report import format_score, render_summary_table
 
 SPLIT = TimeSplit(compute=2000.0, exposed_communication=2900.0, data_wait=0.0, other=100.0)
 SUMMARY = Summary(
@@ -21,14 +21,14 @@ SUMMARY = Summary(
     bytes_sent=34_567_890,
     duration_s=5025.2,
     time_s=SPLIT,
-    stopped=False,
+    is_stopped=False,
 )
 
 
 def rendered(**kwargs: Any) -> list[list[str]]:
     """The cells of each row, as printed."""
     console = Console(file=StringIO(), width=100, force_terminal=False)
-    console.print(summary_table(**kwargs))
+    console.print(render_summary_table(**kwargs))
     out = console.file
     assert isinstance(out, StringIO)
     lines = [line for line in out.getvalue().splitlines() if "│" in line]
@@ -100,7 +100,7 @@ def test_durations(seconds: float, words: str) -> None:
 
 def test_the_title_is_no_markup() -> None:
     console = Console(file=StringIO(), width=100, force_terminal=False)
-    console.print(summary_table(SUMMARY.to_json(), title="run [bold]7[/x]"))
+    console.print(render_summary_table(SUMMARY.to_json(), title="run [bold]7[/x]"))
     assert isinstance(console.file, StringIO)
     assert "run [bold]7[/x]" in console.file.getvalue()
 
@@ -115,7 +115,7 @@ def test_the_title_is_no_markup() -> None:
     ],
 )
 def test_only_what_can_be_an_accuracy_is_called_one(score: float, words: tuple[str, str]) -> None:
-    assert score_words(score) == words
+    assert format_score(score) == words
     rows = dict(rendered(summary={**SUMMARY.to_json(), "final_accuracy": score}))
     assert rows[f"test {words[0]}"] == words[1]
 
@@ -125,7 +125,7 @@ def test_an_absent_figure_is_named(name: str) -> None:
     summary = SUMMARY.to_json()
     del summary[name]
     with pytest.raises(DataError, match=f"has no .*{name}"):
-        summary_table(summary)
+        render_summary_table(summary)
 
 
 @pytest.mark.parametrize("name", sorted(SPLIT.to_json()))
@@ -133,4 +133,4 @@ def test_an_absent_part_of_the_time_is_named(name: str) -> None:
     split = SPLIT.to_json()
     del split[name]
     with pytest.raises(DataError, match=f"no number {name}"):
-        summary_table({**SUMMARY.to_json(), "time_s": split})
+        render_summary_table({**SUMMARY.to_json(), "time_s": split})

@@ -10,7 +10,7 @@ import pytest
 
 import farflung
 from farflung.cli.main import main
-from farflung.report import chrome_trace
+from farflung.report import build_chrome_trace
 
 QUICK: dict[str, Any] = {"workers": 2, "steps": 6, "network": "wifi-10mbps", "evaluate_every": 3}
 
@@ -72,7 +72,7 @@ def test_exchanges_views_and_a_resumed_run() -> None:
         {**view, "t": 3.5},
         {**step, "t": 4.0, "step": 2},
     ]
-    told: Any = chrome_trace({3: events}, title="a run")["traceEvents"]
+    told: Any = build_chrome_trace({3: events}, title="a run")["traceEvents"]
     assert [(one["ph"], one["ts"]) for one in told if one["ph"] in "be"] == [("b", 0.5e6), ("e", 1.5e6)]
     ends = {
         one["name"]: one["ts"] + one["dur"] for one in told if one["ph"] == "X" and one["name"][:4] == "step"
@@ -88,7 +88,7 @@ def test_a_rank_that_has_joined_has_the_clock_of_the_others() -> None:
         0: [{"event": "begin", "t": 0.0, "step": 0}, *steps],
         2: [{"event": "begin", "t": 50.0, "step": 2}, {**steps[2], "t": 51.0}, {**steps[3], "t": 52.0}],
     }
-    told: Any = chrome_trace(events, title="a run")["traceEvents"]
+    told: Any = build_chrome_trace(events, title="a run")["traceEvents"]
     ends = [
         (one["pid"], one["name"], one["ts"] + one["dur"])
         for one in told

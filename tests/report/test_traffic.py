@@ -11,16 +11,16 @@ from rich.console import Console
 
 from farflung.cli.main import main
 from farflung.errors import DataError
-from farflung.report import SentByKind, sent_by_kind, traffic_table
+from farflung.report import TrafficByKind, read_traffic, render_traffic_table
 from farflung.runs import simulate
 from farflung.telemetry import Event
 
-SENT: SentByKind = {"gradients": {0: [0, 5000, 0], 2: [7, 0, 0]}, "evaluation": {0: [0, 8, 0]}}
+SENT: TrafficByKind = {"gradients": {0: [0, 5000, 0], 2: [7, 0, 0]}, "evaluation": {0: [0, 8, 0]}}
 
 
-def shown(sent: SentByKind) -> list[list[str]]:
+def shown(sent: TrafficByKind) -> list[list[str]]:
     to = Console(file=StringIO(), width=120)
-    to.print(traffic_table(sent, title="of a run"))
+    to.print(render_traffic_table(sent, title="of a run"))
     assert isinstance(to.file, StringIO)
     lines = to.file.getvalue().translate(str.maketrans("│┃", "  ")).splitlines()
     return [line.split() for line in lines if any(letter.isalnum() for letter in line)]
@@ -48,7 +48,7 @@ def test_the_last_end_of_a_resumed_run_counts_and_kinds_keep_one_order() -> None
     events = {
         1: [end({"gradients": [1, 0]}), end({"own": [3, 0], "evaluation": [4, 0], "gradients": [2, 0]})]
     }
-    found = sent_by_kind(events)
+    found = read_traffic(events)
     assert list(found) == ["gradients", "evaluation", "own"]
     assert found["gradients"] == {1: [2, 0]}
 
@@ -68,25 +68,25 @@ def test_the_last_end_of_a_resumed_run_counts_and_kinds_keep_one_order() -> None
 )
 def test_what_is_not_there_is_said(events: dict[int, list[Event]], says: str) -> None:
     with pytest.raises(DataError, match=says):
-        sent_by_kind(events)
+        read_traffic(events)
 
 
 def test_the_command_shows_what_the_run_has_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = simulate("synthetic/quadratic", "parameter_server", workers=3, steps=3, out=tmp_path / "run")
     assert main(["traffic", str(run.folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told == json.loads(json.dumps(run.sent))
+    assert told == json.loads(json.dumps(run.sent_nbytes_by_purpose))
     assert told["gradients"]["1"][1:] == [0, 0]
     assert sum(told["gradients"]["0"]) == run.summary["bytes_sent_per_replica"]
     assert main(["traffic", str(run.folder)]) == 0
     out = capsys.readouterr().out
-    for src, to in run.sent["gradients"].items():
+    for src, to in run.sent_nbytes_by_purpose["gradients"].items():
         assert all(f"{src} → {dst}" in out for dst, count in enumerate(to) if count)
 
 
 def test_one_replica_has_sent_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = simulate("synthetic/quadratic", workers=1, steps=2, out=tmp_path / "run")
-    assert run.sent == {}
+    assert run.sent_nbytes_by_purpose == {}
     assert main(["traffic", str(run.folder)]) == 0
     assert "→ 0" not in capsys.readouterr().out
 

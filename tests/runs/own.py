@@ -12,10 +12,10 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 import farflung
-from farflung.sampling import Uniform
+from farflung.sampling import UniformSampler
 from farflung.schedules import Synchronous
 from farflung.schedules.merges import Replace
-from farflung.types import CodecState, Draw, Part, Payload, PoolView, State, Transfer
+from farflung.types import CodecState, Draw, DrawContext, Payload, State, SyncUnit, Transfer
 
 __all__ = ["Coarse", "Epochs", "Late", "OwnOrder", "halves"]
 
@@ -26,9 +26,9 @@ class Coarse:
 
     unit: float = 1e-3
 
-    unbiased: ClassVar[bool] = False
-    stateless: ClassVar[bool] = True
-    per_hop: ClassVar[bool] = False
+    is_unbiased: ClassVar[bool] = False
+    is_stateless: ClassVar[bool] = True
+    can_requantize: ClassVar[bool] = False
 
     def init(self, spec: Any, seeds: Any) -> CodecState:
         return CodecState()
@@ -37,13 +37,13 @@ class Coarse:
         return Payload(((grad / self.unit).round().clamp(-127, 127).to(torch.int8),)), state
 
     def decode(self, state: Any, payload: Payload, spec: Any, *, step: int, count: int) -> Tensor:
-        (multiples,) = payload.tensors()
+        (multiples,) = payload.iter_tensors()
         return multiples.to(spec.dtype) * self.unit
 
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+    def update_state(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
         return state
 
-    def linear(self, state: CodecState) -> bool:
+    def is_linear(self, state: CodecState) -> bool:
         return False
 
 
@@ -52,14 +52,14 @@ class Late(Synchronous):
     """Each mean so many steps late."""
 
     steps: int = 1
-    late = True
+    has_late_results = True
 
     @override
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
-        return [Transfer(part, step + self.steps, Replace()) for part in parts]
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
+        return [Transfer(part, step + self.steps, Replace()) for part in units]
 
 
-class OwnOrder(Uniform):
+class OwnOrder(UniformSampler):
     """Passes in an order of their own.
 
     Args:
@@ -71,17 +71,17 @@ class OwnOrder(Uniform):
         super().__init__(seed + turn)
 
 
-class Epochs(Uniform):
+class Epochs(UniformSampler):
     """Passes of their own batches: the last one of a pass is smaller, as a ``DataLoader`` has it."""
 
     @override
-    def next(self, view: PoolView) -> Draw:
-        assert isinstance(view.pool, int)
-        begin = self._cursor % view.pool
-        each = min(view.batch_size, (view.pool - begin) // view.size)
-        drawn = self._at(self._cursor + view.rank * each, each, view.pool)
-        last = begin + (each + view.batch_size) * view.size > view.pool and each < view.batch_size
-        self._cursor += view.pool - begin if last else each * view.size
+    def draw(self, context: DrawContext) -> Draw:
+        assert isinstance(context.pool, int)
+        begin = self._cursor % context.pool
+        each = min(context.batch_size, (context.pool - begin) // context.size)
+        drawn = self._list_samples(self._cursor + context.rank * each, each, context.pool)
+        last = begin + (each + context.batch_size) * context.size > context.pool and each < context.batch_size
+        self._cursor += context.pool - begin if last else each * context.size
         return Draw(drawn)
 
 

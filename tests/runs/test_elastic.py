@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 import farflung
-from farflung.errors import ConfigError, Left, ProtocolError, RunLost
+from farflung.errors import ConfigError, ProtocolError, ReplicaLeft, RunLost
 from farflung.runs import RunOptions, joining
 from farflung.telemetry import Event, read_events
 from farflung.workloads.synthetic import Quadratic
@@ -47,7 +47,7 @@ class Strikes:
 
 def trained(strikes: Strikes, workers: int, out: Path, **settings: Any) -> farflung.Run:
     return farflung.train(
-        "synthetic/quadratic", show=strikes, out=out, workers=workers, steps=STEPS,
+        "synthetic/quadratic", sink=strikes, out=out, workers=workers, steps=STEPS,
         **{"elastic": "1", "deadline": 20.0, "evaluate_every": 100, "checkpoint_every": 100, **settings},
     )  # fmt: skip
 
@@ -125,7 +125,7 @@ def test_one_that_was_stopped_is_suspended_and_comes_back(schedule: str, tmp_pat
 
     run = farflung.train(
         "synthetic/quadratic",
-        show=show,
+        sink=show,
         out=tmp_path / "run",
         workers=3,
         elastic=1,
@@ -171,7 +171,7 @@ def test_one_that_has_joined_leaves_where_it_is_interrupted(tmp_path: Path) -> N
                 joined[0].send_signal(signal.SIGINT)
 
     run = farflung.train(
-        "synthetic/quadratic", show=show, out=folder, workers=2, elastic="1:3", steps=100_000, deadline=30.0,
+        "synthetic/quadratic", sink=show, out=folder, workers=2, elastic="1:3", steps=100_000, deadline=30.0,
         evaluate_every=100_000,
     )  # fmt: skip
     _, said = joined[0].communicate(timeout=60)
@@ -206,7 +206,7 @@ def test_one_that_has_joined_goes_on_where_all_workers_of_the_command_die(
 
     with pytest.raises(RunLost, match="was ended by SIGKILL"):
         farflung.train(
-            "synthetic/quadratic", show=show, out=folder, workers=workers, elastic="1:4", steps=10_000_000,
+            "synthetic/quadratic", sink=show, out=folder, workers=workers, elastic="1:4", steps=10_000_000,
             deadline=5.0, evaluate_every=0,
         )  # fmt: skip
     joined[0].send_signal(signal.SIGINT)
@@ -253,7 +253,7 @@ def test_a_replica_joins_and_goes_on_without_the_one_that_gave_it_the_state(
     folder = tmp_path / "run"
     joins = Joins(folder)
     run = farflung.train(
-        "synthetic/quadratic", show=joins, out=folder, workers=2, elastic="1:3", steps=100_000, codec="int8",
+        "synthetic/quadratic", sink=joins, out=folder, workers=2, elastic="1:3", steps=100_000, codec="int8",
         schedule=schedule,
         evaluate_every=1_000, checkpoint_every=10_000, deadline=30.0,
     )  # fmt: skip
@@ -298,7 +298,7 @@ def test_a_replica_with_another_model_is_refused_alone_and_leaves_its_rank_to_th
             os.kill(pids[0], signal.SIGINT)
 
     farflung.train(
-        f"{__name__}:point", show=show, out=folder, workers=2, elastic="1:3", steps=100_000, deadline=30.0,
+        f"{__name__}:point", sink=show, out=folder, workers=2, elastic="1:3", steps=100_000, deadline=30.0,
         evaluate_every=100_000,
     )  # fmt: skip
     (ended,) = said
@@ -353,7 +353,7 @@ class Asked:
     [
         (False, RunLost("rank 1 cannot begin: members 0 are lost or silent"), 3),
         (True, RunLost("no agreement on view 3"), 1),
-        (False, Left("the run has ended before this replica could begin"), 1),
+        (False, ReplicaLeft("the run has ended before this replica could begin"), 1),
         (False, ProtocolError("ranks disagree on model"), 1),
     ],
 )
@@ -372,8 +372,8 @@ def test_one_that_could_not_begin_asks_again(
         raise error
 
     monkeypatch.setattr(joining, "_ask_for_rank", asks)
-    monkeypatch.setattr(joining, "join", fails)
+    monkeypatch.setattr(joining, "join_run", fails)
     (tmp_path / "run.key").touch()
     with pytest.raises(type(error), match=str(error)):
-        joining.join_later(str(tmp_path), lambda rank: nullcontext(lambda event: None), RunOptions())
+        joining.join_running(str(tmp_path), lambda rank: nullcontext(lambda event: None), RunOptions())
     assert asked == list(range(1, tries + 1 + (tries > 1)))

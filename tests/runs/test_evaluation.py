@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from farflung import TorchWorkload
 from farflung.devices import DeviceProfile
-from farflung.devices.stragglers import Varying
-from farflung.loop.evaluation import _forward_once
+from farflung.devices.stragglers import VaryingStraggler
+from farflung.loop.evaluation import _cache_forward
 from farflung.runs import Run, compare, simulate
 from farflung.types import Json
 from tests.covering import thorough
 
-UNEVEN = DeviceProfile(forward_s=0.01, stragglers=(Varying(spread=0.9),), name="uneven")
+UNEVEN = DeviceProfile(forward_s=0.01, stragglers=(VaryingStraggler(spread=0.9),), name="uneven")
 """Replicas come to their evaluations at unlike times, and with late means at unlike steps."""
 AT_ONCE = DeviceProfile(name="at once")
 """They compute in no time, so that much happens in one instant."""
@@ -40,7 +40,7 @@ def quadratic(**settings: Any) -> Run:
 
 def told(run: Run, kind: str, *fields: str) -> list[list[Any]]:
     """These fields of all events of a kind, rank after rank."""
-    events = run.files.events()
+    events = run.files.load_events()
     return [
         [event[name] for name in fields]
         for rank in sorted(events)
@@ -140,7 +140,7 @@ def test_what_fails_in_one_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None
     def fails(*_: object) -> Tensor:
         raise ArithmeticError("no metric")
 
-    monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.metric", fails)
+    monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.compute_metrics", fails)
     with pytest.raises(ArithmeticError, match="no metric"):
         quadratic(**OFTEN)
 
@@ -180,7 +180,7 @@ def test_loss_and_metric_share_one_forward_pass() -> None:
 def test_a_model_is_afterwards_as_it_was(made: Any) -> None:
     model, inputs = made(), torch.ones(1, 3)
     before, own = model(inputs), dict(vars(model))
-    with _forward_once(model):
+    with _cache_forward(model):
         assert model(inputs) is model(inputs)
         assert torch.equal(model(inputs), before)
     assert vars(model) == own

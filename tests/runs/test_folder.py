@@ -11,9 +11,9 @@ import pytest
 
 from farflung.cli.main import main
 from farflung.errors import BadInput, ConfigError, StorageError
-from farflung.files import drop_cut_line, held, write_text
-from farflung.runs import Run, asked_to_stop, simulate
-from farflung.telemetry import JsonLines
+from farflung.files import drop_partial_line, lock_folder, write_text
+from farflung.runs import Run, simulate, watch_stop_signals
+from farflung.telemetry import JsonLinesSink
 from tests.forks import farflung
 from tests.refusals import refuse
 
@@ -51,7 +51,7 @@ def test_a_run_is_made_by_one_command_at_a_time(
     out.mkdir()
     folder = {"resume": run, "out": out}[command]
     before = sorted(path.name for path in folder.iterdir())
-    with held(folder, "makes a run"):
+    with lock_folder(folder, "makes a run"):
         said = refuse(capsys, "simulate", f"--{command}", str(folder), "--steps", "8")
         assert f"{folder}: another command (process {os.getpid()}) makes a run there: wait" in said
     assert sorted({*before, ".lock"}) == sorted(path.name for path in folder.iterdir())
@@ -63,18 +63,18 @@ def test_a_run_is_made_by_one_command_at_a_time(
 def test_a_comparison_is_made_by_one_command_at_a_time(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with held(tmp_path, "compares"):
+    with lock_folder(tmp_path, "compares"):
         said = refuse(capsys, "compare", "--workload", WHAT[0], "--steps", "2", "--out", str(tmp_path))
     assert f"{tmp_path}: another command (process {os.getpid()}) compares there" in said
 
 
 def test_a_folder_is_free_again_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), held(tmp_path, "makes a run"):
+    with pytest.raises(KeyError), lock_folder(tmp_path, "makes a run"):
         raise KeyError
     with (
-        held(tmp_path, "makes a run"),
+        lock_folder(tmp_path, "makes a run"),
         pytest.raises(ConfigError, match="another command"),
-        held(tmp_path, "x"),
+        lock_folder(tmp_path, "x"),
     ):
         pass
 
@@ -113,8 +113,8 @@ def test_a_resumed_run_counts_all_its_legs(tmp_path: Path) -> None:
 
 def test_a_line_that_was_cut_short_is_left_out_once(tmp_path: Path) -> None:
     files = made(tmp_path / "run").files
-    events = files.events()[1]
-    with files.telemetry(1).open("a") as file:
+    events = files.load_events()[1]
+    with files.get_telemetry_path(1).open("a") as file:
         file.write('{"event":"step","rank":1,"t":0.')
     with pytest.warns(UserWarning, match=r"rank-1.jsonl: its last line was cut short") as said:
         resumed = simulate(resume=files.path, steps=8)
@@ -138,7 +138,7 @@ def test_what_is_appended_to_ends_with_a_whole_line(tmp_path: Path, cut: bytes, 
     path = tmp_path / "lines.jsonl"
     for content in (b'{"a":1}\n' + cut, cut):
         path.write_bytes(content)
-        drop_cut_line(path)
+        drop_partial_line(path)
         assert path.read_bytes() == (left if content != cut else left[len(b'{"a":1}\n') :])
 
 
@@ -251,7 +251,7 @@ def test_an_error_before_is_told_rather_than_that_of_a_full_disk(tmp_path: Path)
     full(tmp_path / "events.jsonl")
 
     def ends(error: Exception | None) -> None:
-        with JsonLines(tmp_path / "events.jsonl") as sink:
+        with JsonLinesSink(tmp_path / "events.jsonl") as sink:
             sink({"event": "step", "rank": 0})
             if error is not None:
                 raise error
@@ -269,7 +269,7 @@ def test_an_error_before_is_told_rather_than_that_of_a_full_disk(tmp_path: Path)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_every_signal_to_stop_asks_first(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with asked_to_stop() as asked:
+    with watch_stop_signals() as asked:
         assert not asked.is_set()
         signal.raise_signal(number)
         assert asked.is_set()
@@ -281,7 +281,7 @@ def test_every_signal_to_stop_asks_first(number: signal.Signals) -> None:
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with asked_to_stop() as asked:
+        with watch_stop_signals() as asked:
             signal.raise_signal(signal.SIGHUP)
             assert not asked.is_set()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -20,7 +20,7 @@ from farflung.errors import BadInput, CheckpointError, ConfigError, DataError, M
 from farflung.streams import LiveStream, as_messages, kafka
 from farflung.streams.kafka_topic import KafkaSource
 from farflung.telemetry import read_events
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 from tests.broker import HOME, READY_S, Broker
 from tests.forks import Fork, farflung, ran, script
 from tests.logged_stream import used
@@ -53,7 +53,7 @@ def opened(broker: Broker) -> Iterator[Open]:
 
     def make(topic: str, rank: int = 0, size: int = 4, **options: Any) -> tuple[LiveStream, Any]:
         made.append(kafka(broker.servers, topic, **options))
-        return made[-1], made[-1].open(feed(None, rank, size, data=DATA, batch_size=BATCH))
+        return made[-1], made[-1].start(feed(None, rank, size, data=DATA, batch_size=BATCH))
 
     yield make
     for each in made:
@@ -90,7 +90,7 @@ def test_a_position_is_gone_back_to_and_the_group_is_told(broker: Broker, opened
     assert step(stream, samples, 1) == [4, 5, 6, 7]
     stream.close()
     later, samples = opened("again", group="watchers")
-    later.seek(state)
+    later.load_state_dict(state)
     assert step(later, samples, 1) == [4, 5, 6, 7]
     later.close()
     assert step(*opened("again", group="watchers", begin="committed"), 0) == [8, 9, 10, 11]
@@ -101,7 +101,7 @@ def test_a_run_may_begin_behind_what_is_there(broker: Broker, opened: Open) -> N
     broker.make("latest", 4)
     broker.put("latest", 0, VALUES[:9])
     stream, samples = opened("latest", begin="latest")
-    assert stream.poll(0.0, 0).ready is not None
+    assert stream.poll(0.0, 0).next_poll is not None
     broker.put("latest", 0, VALUES[20:24])
     assert step(stream, samples, 0) == [20, 21, 22, 23]
 
@@ -149,10 +149,10 @@ def test_a_partition_that_is_gone_is_named(broker: Broker, opened: Open) -> None
     with pytest.raises(
         CheckpointError, match=r"topic gone at .*: partition 2, which the checkpoint goes on from"
     ):
-        opened("gone", 3)[0].seek(state)
+        opened("gone", 3)[0].load_state_dict(state)
     state["next"]["2"] = 4000
     with pytest.raises(CheckpointError, match="which has 0 to 9: what was to come is deleted there"):
-        opened("gone", 2)[0].seek(
+        opened("gone", 2)[0].load_state_dict(
             {**state, "buffer": {**state["buffer"], "held": torch.tensor([], dtype=torch.int64)}}
         )
 
@@ -161,17 +161,17 @@ def test_partitions_grow_by_what_the_broker_has(broker: Broker, monkeypatch: pyt
     broker.make("grows", 4)
     broker.put("grows", 2, VALUES[:3])
     source = KafkaSource(broker.servers, "grows", "latest", "farflung", None)
-    source.open(0, 2)
-    before = source.grown()
+    source.connect(0, 2)
+    before = source.count_messages()
     broker.put("grows", 2, VALUES[:5])
-    after = source.grown()
+    after = source.count_messages()
     assert [(one, count) for one, (_, count) in before.items()] == [(0, 0), (2, 3)]
     assert [(one, count) for one, (_, count) in after.items()] == [(0, 0), (2, 8)]
     assert before[2][0] < after[2][0]
     monkeypatch.setattr(sys.modules[KafkaSource.__module__], "GROWN_S", 0.1)
     broker.stop()
     try:
-        assert source.grown() == {}
+        assert source.count_messages() == {}
     finally:
         broker.go_on()
         source.close()
@@ -211,22 +211,22 @@ def test_nobody_there_is_said_with_the_address(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(
         DataError, match=r"topic readings at 127.0.0.1:1: .*is a broker running there"
     ) as caught:
-        stream.open(feed(data=DATA))
+        stream.start(feed(data=DATA))
     stream.close()
     assert "\n" not in str(caught.value)
     path = tmp_path / "client.properties"
     path.write_text("# TLS\nno.such.property = 3\n")
     with pytest.raises(ConfigError, match=r"stream kafka: No such configuration property: .no.such.property"):
-        kafka("127.0.0.1:1", "readings", properties=str(path)).open(feed(data=DATA))
+        kafka("127.0.0.1:1", "readings", properties=str(path)).start(feed(data=DATA))
     path.write_text("nonsense\n")
     with pytest.raises(ConfigError, match=r"client.properties: must hold lines of name=value"):
-        kafka("127.0.0.1:1", "readings", properties=str(path)).open(feed(data=DATA))
+        kafka("127.0.0.1:1", "readings", properties=str(path)).start(feed(data=DATA))
 
 
 def test_a_client_that_is_not_installed_is_said_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda module: None)
     with pytest.raises(MissingExtra, match=r"the stream kafka needs confluent_kafka: .*farflung\[kafka\]"):
-        kafka("127.0.0.1:1", "readings").open(feed(data=DATA))
+        kafka("127.0.0.1:1", "readings").start(feed(data=DATA))
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def producing(broker: Broker, topic: str, *rates: str) -> Iterator[None]:
 
 
 def readings(count: int) -> list[bytes]:
-    data, _ = workload("synthetic/quadratic").datasets()
-    return as_messages(data.rows(torch.arange(count) % len(data)))
+    data, _ = create_workload("synthetic/quadratic").load_datasets()
+    return as_messages(data.get_rows(torch.arange(count) % len(data)))
 
 
 def until(stream: IO[str], text: str) -> None:
@@ -356,7 +356,7 @@ def test_more_partitions_are_taken_in_at_a_resume(broker: Broker, opened: Open) 
     broker.enlarge("grown", 2)
     broker.put("grown", 1, VALUES[20:24])
     again, samples = opened("grown", 0, 1, least=8)
-    again.seek(state)
+    again.load_state_dict(state)
     assert sorted(step(again, samples, 1)) == [4, 5, 6, 7, 20, 21, 22, 23]
 
 

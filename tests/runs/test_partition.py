@@ -44,7 +44,7 @@ def replicas(config: RunConfig, folder: RunFolder | None = None) -> tuple[Virtua
             shares=shares,
             checkpoints=None
             if folder is None
-            else folder.checkpoints(rank, config.workers, leader=rank == 0),
+            else folder.get_checkpoints(rank, config.workers, is_leader=rank == 0),
         )
         for rank, runtime in enumerate(world.runtimes)
     ]
@@ -57,13 +57,13 @@ def drawn(config: RunConfig) -> list[list[int]]:
     taken: list[list[int]] = [[] for _ in made]
 
     async def train(rank: int, replica: Replica) -> None:
-        commit = replica.parts.stream.commit
+        commit = replica.components.stream.commit
 
         def note(ids: SampleIds, *, step: int) -> None:
             commit(ids, step=step)
             taken[rank] += (ids if replica.share is None else replica.share[ids]).tolist()
 
-        replica.parts.stream.commit = note  # type: ignore[method-assign]
+        replica.components.stream.commit = note  # type: ignore[method-assign]
         await replica.run()
 
     world.run([train(rank, replica) for rank, replica in enumerate(made)])
@@ -99,13 +99,13 @@ def test_samples_that_change_owner_have_one_before(how: str | None) -> None:
     assert shares is not None
     pairs = zip(shares, configured(workers=3, partition="iid").make_shares() or [], strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-    assert config.split_text == "iid"
+    assert config.partition_text == "iid"
     assert config.to_json()["partition"] == "iid"
     world, made = replicas(config)
     world.run([replica.run() for replica in made])
     assert made[0].sent_nbytes > 0
     unlike = configured(workers=3, partition="by-order", sharing="resharding(by='uniform')")
-    assert unlike.split_text == "by-order"
+    assert unlike.partition_text == "by-order"
 
 
 def test_a_pass_is_over_the_replicas_own_share() -> None:
@@ -168,7 +168,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, how: str) -> None
 def test_another_share_is_refused(tmp_path: Path, change: dict[str, Json]) -> None:
     folder = RunFolder(tmp_path)
     config = configured(workers=2, partition="labels(k=5)", steps=1)
-    with folder.begun(config.to_json()):
+    with folder.begin_run(config.to_json()):
         pass
     world, made = replicas(config, folder)
     world.run([replica.run() for replica in made])

@@ -15,7 +15,7 @@ import farflung
 from farflung.cli.main import main
 from farflung.errors import ConfigError, UnknownName
 from farflung.faults import FaultPlan
-from farflung.network import Link, NetworkProfile, network_profile
+from farflung.network import Link, NetworkProfile, find_network
 from farflung.runs import RunConfig, SimulatedConfig
 from farflung.schedules import Synchronous
 from farflung.state_trees import load_tree
@@ -58,7 +58,7 @@ def test_simulate_leaves_what_the_command_leaves(tmp_path: Path) -> None:
 def test_a_run_without_a_folder_takes_its_files_with_it(tmp_path: Path) -> None:
     run = farflung.simulate("synthetic/quadratic", **SMALL)
     assert "duration, simulated" in str(run)
-    kept, folder = run.keep(tmp_path / "kept"), run.folder
+    kept, folder = run.copy_to(tmp_path / "kept"), run.folder
     assert told(kept) == told(folder)
     del run
     assert not folder.exists()
@@ -69,11 +69,11 @@ def test_the_model_is_the_one_that_was_evaluated() -> None:
     for recipe in ("synchronous", "dga"):
         run = farflung.simulate("synthetic/quadratic", recipe, **SMALL)
         task = run.config.task
-        model = task.model(torch.Generator())
+        model = task.build_model(torch.Generator())
         model.load_state_dict(run.state_dict())
-        data, _ = task.datasets()
+        data, _ = task.load_datasets()
         batch = data.take(torch.arange(len(data)), train=False)
-        assert float(task.loss(model, batch).detach().mean()) == pytest.approx(
+        assert float(task.compute_losses(model, batch).detach().mean()) == pytest.approx(
             run.summary["final_loss"], rel=1e-5
         )
 
@@ -100,7 +100,7 @@ def test_a_run_goes_on_and_is_retimed(tmp_path: Path) -> None:
     broken = farflung.simulate(resume=tmp_path / "run", steps=6)
     assert broken.config.recipe.name == "ring"
     assert same_tree(broken.state_dict(), whole.state_dict())
-    slow = NetworkProfile.uniform(Link(0.5, 1e6))
+    slow = NetworkProfile.create_uniform(Link(0.5, 1e6))
     elsewhere = farflung.retime(whole, network=slow)
     fresh = farflung.simulate("synthetic/quadratic", "ring", network=slow, **SMALL)
     assert elsewhere.events == fresh.events
@@ -115,7 +115,7 @@ def test_objects_are_settings() -> None:
     plain: dict[str, Any] = {"network": "wifi-10mbps", "device": "raspberry-pi-4"}
     text = farflung.simulate("synthetic/quadratic", **SMALL, **plain)
     profile = farflung.simulate(
-        "synthetic/quadratic", **SMALL, **{**plain, "network": network_profile("wifi-10mbps")}
+        "synthetic/quadratic", **SMALL, **{**plain, "network": find_network("wifi-10mbps")}
     )
     assert profile.events == text.events
     throttled = farflung.simulate("synthetic/quadratic", **SMALL, **plain, faults=plan)
@@ -228,14 +228,14 @@ def test_what_is_wrong_is_one_line(settings: dict[str, Any], error: type[Excepti
 def test_objects_are_compared(tmp_path: Path) -> None:
     comparison = farflung.compare(
         {"plain": "synchronous", "own": OWN, "ring": "ring(codec=int8)"},
-        ["wifi-10mbps", NetworkProfile.uniform(Link(0.1, 1e6))],
+        ["wifi-10mbps", NetworkProfile.create_uniform(Link(0.1, 1e6))],
         workload=halves(),
         **{**SMALL, "evaluate_every": 2},
     )
     assert [row.recipe for row in comparison.rows] == ["plain", "own", "ring"] * 2
     assert "own" in str(comparison)
     assert str(comparison).startswith("Simulated. Time to accuracy")
-    assert comparison.picture(tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert comparison.draw_picture(tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert len(comparison.runs) == 6
     assert {row.network for row in comparison.rows} == {"wifi-10mbps", "uniform"}
 
@@ -246,5 +246,5 @@ def test_objects_are_compared(tmp_path: Path) -> None:
 def test_a_field_of_the_training_is_a_setting_everywhere() -> None:
     fields = set(farflung.config.Training.__dataclass_fields__)
     for kind in (RunConfig, SimulatedConfig):
-        assert fields <= set(kind.settings())
-        assert set(kind.settings()) == set(kind.resolve({"workload": "synthetic/quadratic"}).to_json())
+        assert fields <= set(kind.list_settings())
+        assert set(kind.list_settings()) == set(kind.resolve({"workload": "synthetic/quadratic"}).to_json())

@@ -13,7 +13,7 @@ import pytest
 from typing_extensions import override
 
 from farflung.cli.main import main
-from farflung.devices import CodingRates, DeviceProfile, Points, Varying
+from farflung.devices import CodingRates, DeviceProfile, Points, VaryingStraggler
 from farflung.errors import DataError
 from farflung.loop import Replica
 from farflung.runs import Run, RunFolder, SimulatedConfig, retime, simulate
@@ -46,7 +46,7 @@ def again(path: Path, stored: RunFolder, **where: Any) -> RunFolder:
 
 def told(folder: RunFolder) -> dict[str, bytes]:
     """All that a run says."""
-    files = [folder.summary, *sorted((folder.path / "telemetry").iterdir())]
+    files = [folder.summary_path, *sorted((folder.path / "telemetry").iterdir())]
     return {file.name: file.read_bytes() for file in files}
 
 
@@ -145,7 +145,7 @@ CODING = CodingRates(Everything(), message_s=0.0013, copy_s_per_byte=1e-6, encry
     ids=str,
 )
 def test_on_devices_that_code(tmp_path: Path, cores: int, parts: dict[str, Any]) -> None:
-    plain = DeviceProfile(forward_s=0.001, stragglers=(Varying(0.5),))
+    plain = DeviceProfile(forward_s=0.001, stragglers=(VaryingStraggler(0.5),))
     coding = replace(plain, coding=CODING, cores=cores)
     stored = small_run(tmp_path / "base", device=plain, **parts)
     fresh = small_run(tmp_path / "fresh", device=coding, network="wifi-shared-100mbps", **parts)
@@ -162,12 +162,12 @@ def test_the_last_batch_of_a_pass_is_smaller_there_too(tmp_path: Path, schedule:
         "workload": "tests.runs.own:halves", "sampler": "tests.runs.own:Epochs", "schedule": schedule, "batch_size": 25,
     }  # fmt: skip
     _, stored = made(tmp_path / "base", network="wifi-10mbps", device=str(slow), **parts)
-    samples = [event["samples"] for event in stored.events()[0] if event["event"] == "step"]
+    samples = [event["samples"] for event in stored.load_events()[0] if event["event"] == "step"]
     assert samples == [100, 200, 256, 356, 456]
     _, fresh = made(tmp_path / "fresh", network="4g", device=str(slow), **parts)
     retimed = again(tmp_path / "again", stored, network="4g")
     assert told(retimed) == told(fresh)
-    compute = [event["compute_s"] for event in retimed.events()[0] if event["event"] == "step"]
+    compute = [event["compute_s"] for event in retimed.load_events()[0] if event["event"] == "step"]
     assert compute == pytest.approx([3 * 0.004 * count for count in (25, 25, 14, 25, 25)])
 
 
@@ -177,9 +177,9 @@ def test_no_arithmetic_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def never(*_: object) -> None:
         raise AssertionError("arithmetic")
 
-    monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.loss", never)
-    monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.metric", never)
-    monkeypatch.setattr("farflung.calibration.forward_flops", lambda task: 128.0)
+    monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.compute_losses", never)
+    monkeypatch.setattr("farflung.workloads.synthetic.Quadratic.compute_metrics", never)
+    monkeypatch.setattr("farflung.calibration.count_forward_flops", lambda task: 128.0)
     for name in ("forward", "backward", "update"):
         monkeypatch.setattr(Replica, name, never)
     monkeypatch.setattr("farflung.codecs.identity.Identity.encode", never)
@@ -189,7 +189,7 @@ def test_no_arithmetic_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     asked = iter([False] * 6 + [True] * 20)
     settings: dict[str, Any] = {"workload": "synthetic/quadratic", "steps": 9, "workers": 2}
-    run = simulate(out=tmp_path / "base", stop_asked=lambda: next(asked), **settings)
+    run = simulate(out=tmp_path / "base", should_stop=lambda: next(asked), **settings)
     assert run.summary["stopped"]
     assert told(again(tmp_path / "again", run.files)) == told(run.files)
 
@@ -207,7 +207,7 @@ def test_the_command_from_inside_the_folder(
     assert found["simulated"]["network"] == "4g"
     folder = RunFolder(Path(found["folder"]))
     assert folder.path == tmp_path / "base-on-4g-cpu-core"
-    assert SimulatedConfig.resolve(folder.stored_config()).network == "4g"
+    assert SimulatedConfig.resolve(folder.load_config()).network == "4g"
 
 
 def refused(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str:
@@ -241,16 +241,16 @@ def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], t
     _, stored = made(tmp_path / "base")
     assert "unknown network profile" in refused(capsys, stored.path, "--network", "elsewhere")
     assert "no run there" in refused(capsys, tmp_path / "nowhere")
-    events = stored.telemetry(0).read_text().splitlines()
-    stored.telemetry(0).write_text("\n".join(events[:-1]) + "\n")
+    events = stored.get_telemetry_path(0).read_text().splitlines()
+    stored.get_telemetry_path(0).write_text("\n".join(events[:-1]) + "\n")
     assert "has not come to its end" in refused(capsys, stored.path)
-    stored.telemetry(0).write_text("\n".join([*events, events[0]]) + "\n")
+    stored.get_telemetry_path(0).write_text("\n".join([*events, events[0]]) + "\n")
     assert "the run was resumed" in refused(capsys, stored.path)
-    stored.telemetry(0).write_text("\n".join(events) + "\n")
-    traffic = stored.traffic.read_text()
-    stored.traffic.write_text(traffic[: len(traffic) // 2])
-    assert re.search(rf"{stored.traffic}, line \d+: damaged", refused(capsys, stored.path))
-    stored.traffic.unlink()
+    stored.get_telemetry_path(0).write_text("\n".join(events) + "\n")
+    traffic = stored.traffic_path.read_text()
+    stored.traffic_path.write_text(traffic[: len(traffic) // 2])
+    assert re.search(rf"{stored.traffic_path}, line \d+: damaged", refused(capsys, stored.path))
+    stored.traffic_path.unlink()
     assert "only runs of farflung simulate record their traffic" in refused(capsys, stored.path)
 
 
@@ -269,6 +269,6 @@ def test_what_cannot_be_written_is_no_fault_of_the_stored_run(
 def test_events_of_another_run_are_noticed(tmp_path: Path) -> None:
     _, stored = made(tmp_path / "base")
     _, other = made(tmp_path / "other", steps=4)
-    other.telemetry(1).replace(stored.telemetry(1))
+    other.get_telemetry_path(1).replace(stored.get_telemetry_path(1))
     with pytest.raises(DataError, match=r"the run's events and its traffic differ at \w+ of rank 1"):
         again(tmp_path / "again", stored)

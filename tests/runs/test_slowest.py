@@ -11,7 +11,7 @@ import pytest
 import farflung
 from farflung.devices import DeviceProfile
 from farflung.faults import FaultPlan
-from farflung.runs.bottleneck import slowest
+from farflung.runs.bottleneck import find_bottleneck
 from farflung.telemetry import Event
 from tests.covering import thorough
 
@@ -46,7 +46,7 @@ def told(*times: tuple[float, float, float]) -> dict[int, list[Event]]:
     ],
 )
 def test_by_mean_times(times: list[tuple[float, float, float]], found: dict[str, Any] | None) -> None:
-    assert slowest(told(*times)) == found
+    assert find_bottleneck(told(*times)) == found
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_of_simulated_runs(settings: dict[str, Any], rank: int | None, reason: s
     run = farflung.simulate("synthetic/quadratic", **{**both, **settings})
     found: Any = run.summary.get("slowest", {})
     assert (found.get("rank"), found.get("reason")) == (rank, reason)
-    assert json.loads(run.files.summary.read_text()).get("slowest", {}) == found
+    assert json.loads(run.files.summary_path.read_text()).get("slowest", {}) == found
     assert ("slowest" in str(run)) == bool(found)
 
 
@@ -77,10 +77,12 @@ def test_of_a_real_run_whose_batches_then_follow(tmp_path: Path) -> None:
     )
     both: dict[str, Any] = {"workers": 2, "steps": 33, "pace": str(pace)}
     run = farflung.train("synthetic/quadratic", out=tmp_path / "even", **both)
-    found: Any = json.loads(run.files.summary.read_text())["slowest"]
+    found: Any = json.loads(run.files.summary_path.read_text())["slowest"]
     assert (found["rank"], found["reason"]) == (1, "compute")
     assert run.summary["slowest"] == found
     shared = farflung.train("synthetic/quadratic", batch_size="auto", out=tmp_path / "shared", **both)
-    counts: Any = next(decision.value for decision in shared.files.decided() if decision.name == "shares")
+    counts: Any = next(
+        decision.value for decision in shared.files.load_decisions() if decision.name == "shares"
+    )
     assert sum(counts) == 64
     assert counts[0] > 1.5 * counts[1]

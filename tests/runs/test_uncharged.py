@@ -16,12 +16,12 @@ import pytest
 from typing_extensions import override
 
 import farflung
-from farflung.calibration import coding_points, coding_tasks
+from farflung.calibration import build_coding_tasks, measure_coding
 from farflung.codecs import Int8, error_feedback
 from farflung.comm import COLLECTIVES
 from farflung.devices import CodingRates, DeviceProfile, Points
-from farflung.reducers.aggregation import Exchange
-from farflung.reducers.base import reduced, side_of
+from farflung.reducers.aggregation import CodecExchange
+from farflung.reducers.base import build_result, pack_metadata
 from farflung.sim import VirtualNetwork
 from farflung.tasks import Pending
 from farflung.types import (
@@ -29,8 +29,8 @@ from farflung.types import (
     CodecState,
     CodingCost,
     Contribution,
-    Reduced,
     Reducer,
+    ReduceResult,
     Seeds,
     StateSlot,
     TensorSpec,
@@ -47,7 +47,7 @@ INT8: dict[tuple[str, str], Points] = {
 
 @pytest.fixture(autouse=True)
 def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farflung.runs.simulation.UNCHARGED", set())
+    monkeypatch.setattr("farflung.runs.simulation.WARNED_UNCHARGED", set())
 
 
 def device(*known: dict[tuple[str, str], Points]) -> DeviceProfile:
@@ -93,10 +93,16 @@ class Signs(Reducer):
         return CodecState()
 
     @override
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        signs = channel.compute(CodingCost("encode", "all signs", own.tensor.numel()), own.tensor.sign)
-        total, side = await Exchange(channel, self.collective, side_of(own), step).sum(signs)
-        return reduced(channel, total, side)
+    async def reduce(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
+    ) -> ReduceResult:
+        signs = channel.compute(
+            CodingCost("encode", "all signs", contribution.tensor.numel()), contribution.tensor.sign
+        )
+        total, side = await CodecExchange(channel, self.collective, pack_metadata(contribution), step).sum(
+            signs
+        )
+        return build_result(channel, total, side)
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ def test_what_is_said_of_parts_of_ones_own_can_be_done(caplog: pytest.LogCapture
         run = farflung.simulate("synthetic/quadratic", recipe, device=device(PLAIN), **SMALL)
         (record,) = caplog.records
         option, *texts = shlex.split(record.getMessage().partition("farflung calibrate ")[2])
-        points = coding_points(coding_tasks(**{options[option]: texts}), [TensorSpec((64,))], rounds=1)
+        points = measure_coding(build_coding_tasks(**{options[option]: texts}), [TensorSpec((64,))], rounds=1)
         uncharged = run.summary["coding_not_charged"]
         assert isinstance(uncharged, list)
         assert {*uncharged} <= {method for _, method in points}
@@ -157,13 +163,13 @@ def test_a_comparison_says_it_once(caplog: pytest.LogCaptureFixture, tmp_path: P
     assert "coding" in str(found)
 
 
-@pytest.mark.parametrize("collective", [name for name, one in COLLECTIVES.items() if one.messages])
+@pytest.mark.parametrize("collective", [name for name, one in COLLECTIVES.items() if one.count_messages])
 def test_exchanges_that_take_long_to_simulate_are_said_before(
     collective: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carried: list[Any] = []
-    monkeypatch.setattr("farflung.runs.simulation.MESSAGE_S", 10.0)
-    monkeypatch.setattr("farflung.sim.VirtualNetwork.carry", counted(VirtualNetwork.carry, carried))
+    monkeypatch.setattr("farflung.runs.simulation.MESSAGE_COST_S", 10.0)
+    monkeypatch.setattr("farflung.sim.VirtualNetwork.send", counted(VirtualNetwork.send, carried))
     settings: dict[str, Any] = {"collective": collective, "workers": 5, "steps": 1, "evaluate_every": 0}
     run = farflung.simulate("synthetic/quadratic", device=device(PLAIN), **settings)
     says = (

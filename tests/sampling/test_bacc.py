@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from farflung.decisions import DecisionLog
 from farflung.errors import ConfigError
 from farflung.sampling import Bacc
-from farflung.types import Decision, Json, Spare
+from farflung.types import Decision, Json, ScoringTimes
 
 PLENTY = 1000
 
@@ -30,16 +30,18 @@ class Deciding:
         return [(each.name, each.step, each.value) for each in self.log.entries]
 
 
-def wait(wait_s: float, scored: int = 64, scoring_s: float = 0.64) -> Spare:
-    return Spare(1.0, wait_s, scoring_s, scored, overlaps=False)
+def wait(wait_s: float, scored: int = 64, scoring_s: float = 0.64) -> ScoringTimes:
+    return ScoringTimes(1.0, wait_s, scoring_s, scored, has_overlap=False)
 
 
-def sizes(bacc: Bacc, decide: Deciding, spares: list[Spare], most: int = PLENTY, first: int = 0) -> list[int]:
+def sizes(
+    bacc: Bacc, decide: Deciding, spares: list[ScoringTimes], most: int = PLENTY, first: int = 0
+) -> list[int]:
     """The chunks of each step, where each has so much to spare."""
     found = []
     for step, spare in enumerate(spares, first):
-        found.append(bacc.chunks(step, most, decide))
-        bacc.observe(spare)
+        found.append(bacc.choose_chunks(step, most, decide))
+        bacc.record_times(spare)
     return found
 
 
@@ -54,7 +56,7 @@ def test_a_group_fills_the_mean_wait_since_the_last_choice() -> None:
 
 def test_where_exchanges_overlap_with_computing_it_fills_a_share_of_that() -> None:
     bacc, decide = Bacc("x", chunk=4, every=10, share=0.25), Deciding()
-    spare = Spare(compute_s=8.0, wait_s=100.0, scoring_s=1.0, scored=8, overlaps=True)
+    spare = ScoringTimes(compute_s=8.0, wait_s=100.0, scoring_s=1.0, num_scored=8, has_overlap=True)
     assert sizes(bacc, decide, [spare, spare]) == [1, 4]
 
 
@@ -71,7 +73,7 @@ def test_one_chunk_is_scored_however_short_the_wait() -> None:
 def test_no_more_is_scored_than_there_is() -> None:
     bacc, decide = Bacc("x", 10, 10, 0.5), Deciding()
     assert sizes(bacc, decide, [wait(2.0)] * 2, most=7) == [1, 7]
-    assert bacc.chunks(2, PLENTY, decide) == 20, "of a stream more may be held later"
+    assert bacc.choose_chunks(2, PLENTY, decide) == 20, "of a stream more may be held later"
 
 
 def test_where_scoring_takes_no_time_all_are_scored() -> None:

@@ -17,9 +17,9 @@ from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError
 from farflung.faults import FaultPlan
 from farflung.runs import RunConfig
-from farflung.sampling import Balanced, balanced_counts
+from farflung.sampling import BalancedSampler, compute_balanced_counts
 from farflung.telemetry import Event
-from farflung.types import Draw, PoolView
+from farflung.types import Draw, DrawContext
 from tests.covering import thorough
 from tests.refusals import refuse
 
@@ -30,7 +30,7 @@ SLOW = FaultPlan().slow(3, factor=3.0, at_s=0.0)
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9), st.integers(9, 500))
 def test_shares_are_whole_and_in_proportion(speeds: list[float], total: int) -> None:
-    counts = balanced_counts(speeds, total)
+    counts = compute_balanced_counts(speeds, total)
     assert sum(counts) == total
     assert min(counts) >= 1
     exact = [total * speed / sum(speeds) for speed in speeds]
@@ -39,20 +39,20 @@ def test_shares_are_whole_and_in_proportion(speeds: list[float], total: int) -> 
 
 
 def test_each_sample_comes_once_in_a_pass_while_shares_change() -> None:
-    samplers = [Balanced(7) for _ in range(3)]
+    samplers = [BalancedSampler(7) for _ in range(3)]
     drawn: list[int] = []
     for rank, sampler in enumerate(samplers):
         sampler.set_rank(rank, 3)
     for step in range(10):
         for rank, sampler in enumerate(samplers):
             sampler.set_counts([[2, 2, 2], [3, 2, 1], [1, 4, 1]][step % 3])
-            drawn += sampler.next(PoolView(step, rank, 3, 2, 60, 1.0)).ids.tolist()
+            drawn += sampler.draw(DrawContext(step, rank, 3, 2, 60, 1.0)).ids.tolist()
     assert sorted(drawn) == list(range(60))
 
 
 def told(**settings: Any) -> tuple[farflung.Run, list[Event]]:
     events: list[Event] = []
-    return farflung.simulate(**{**QUADRATIC, **settings}, show=events.append), events
+    return farflung.simulate(**{**QUADRATIC, **settings}, sink=events.append), events
 
 
 def shares(events: list[Event], rank: int = 0) -> list[Any]:
@@ -84,14 +84,14 @@ def test_all_end_their_computation_together_and_a_step_takes_as_many_samples() -
 def test_each_sample_comes_once_in_a_pass_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[int, int, list[int]]] = []
 
-    class Watched(Balanced):
+    class Watched(BalancedSampler):
         @override
-        def next(self, view: PoolView) -> Draw:
-            draw = super().next(view)
-            drawn.append((view.step, view.rank, draw.ids.tolist()))
+        def draw(self, context: DrawContext) -> Draw:
+            draw = super().draw(context)
+            drawn.append((context.step, context.rank, draw.ids.tolist()))
             return draw
 
-    monkeypatch.setattr("farflung.sampling.Balanced", Watched)
+    monkeypatch.setattr("farflung.sampling.BalancedSampler", Watched)
     told(workers=4, steps=64, device=DEVICE, faults=SLOW, sampler="balanced(every=4)")
     assert len({len(ids) for _, _, ids in drawn}) > 1
     ids = [one for _, _, each in sorted(drawn) for one in each]
@@ -129,7 +129,7 @@ def test_shares_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     both = {"workers": 4, "faults": SLOW, "device": DEVICE, "sampler": "balanced(every=4)"}
     _, events = told(**both, steps=20, out=tmp_path / "run")
     more: list[Event] = []
-    farflung.simulate(resume=tmp_path / "run", steps=24, faults=SLOW, device=DEVICE, show=more.append)
+    farflung.simulate(resume=tmp_path / "run", steps=24, faults=SLOW, device=DEVICE, sink=more.append)
     first = [event["batch"] for event in more if event["event"] == "step" and event["step"] == 20]
     assert sorted(map(int, map(str, first))) == sorted(shares(events)[-1])
 
@@ -140,7 +140,7 @@ def test_a_resumed_run_decides_as_a_whole_one(tmp_path: Path) -> None:
     whole, events = told(**both, steps=24)
     told(**both, steps=15, out=tmp_path / "run")
     more: list[Event] = []
-    rest = farflung.simulate(resume=tmp_path / "run", steps=24, faults=SLOW, device=DEVICE, show=more.append)
+    rest = farflung.simulate(resume=tmp_path / "run", steps=24, faults=SLOW, device=DEVICE, sink=more.append)
     assert shares(more) == shares(events) == [[15, 14, 14, 5]]
     assert torch.equal(whole.state_dict()["w"], rest.state_dict()["w"])
 
@@ -155,7 +155,7 @@ def test_a_log_of_other_shares_is_refused_in_one_line(counts: str, tmp_path: Pat
         "collective": "direct",
     }
     run, _ = told(**settings)
-    log.write_text(run.files.decisions.read_text().replace("[12,12]", counts))
+    log.write_text(run.files.decisions_path.read_text().replace("[12,12]", counts))
     with pytest.raises(ConfigError, match=r"decision 'shares' at step 3"):
         told(**settings, replay=log)
 

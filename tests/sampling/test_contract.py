@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.sampling import SAMPLERS, Balanced, GroupedImportance, Uniform
+from farflung.sampling import SAMPLERS, BalancedSampler, GroupedImportance, UniformSampler
 from farflung.sampling.scoring import ScoringSampler
 from farflung.state_trees import load_tree, save_tree
-from farflung.types import Decision, Draw, Json, PoolView, Sampler, Spare, State
+from farflung.types import Decision, Draw, DrawContext, Json, Sampler, ScoringTimes, State
 from tests.helpers import same_bits, same_tree
 
 
@@ -37,20 +37,20 @@ def in_a_run(seed: int) -> GroupedImportance:
     """One that is told of gradients, and uniform until it has learned enough."""
     sampler = GroupedImportance(seed)
     assert sampler.gain is not None
-    sampler.gain.begins("")
+    sampler.gain.begin_run("")
     return sampler
 
 
-def shared_out(seed: int) -> Balanced:
+def shared_out(seed: int) -> BalancedSampler:
     """One whose batches were decided."""
-    sampler = Balanced(seed)
+    sampler = BalancedSampler(seed)
     sampler.set_rank(0, 2)
     sampler.set_counts([8, 8])
     return sampler
 
 
 ROWS: dict[str, Row] = {
-    "balanced": Row(Balanced),
+    "balanced": Row(BalancedSampler),
     "balanced (shared out)": Row(shared_out),
     "grouped_importance": Row(GroupedImportance),
     "grouped_importance (two)": Row(partial(GroupedImportance, rule="two", groups=10), fewest=10),
@@ -62,7 +62,7 @@ ROWS: dict[str, Row] = {
     "grouped_importance (in a run)": Row(in_a_run),
     "grouped_importance (fill)": Row(partial(GroupedImportance, rule="fill", groups=4), fewest=4),
     "grouped_importance (half)": Row(partial(GroupedImportance, rule="half", groups=4), fewest=4),
-    "uniform": Row(Uniform),
+    "uniform": Row(UniformSampler),
 }
 """Keys are names in SAMPLERS, with a word in brackets where one name has several rows."""
 
@@ -79,30 +79,30 @@ def make(row: Row) -> Callable[[int], Sampler]:
     return row.make
 
 
-def view(step: int, rank: int = 0, size: int = 2, batch_size: int = 8, pool: int = POOL) -> PoolView:
-    return PoolView(step, rank, size, batch_size, pool)
+def view(step: int, rank: int = 0, size: int = 2, batch_size: int = 8, pool: int = POOL) -> DrawContext:
+    return DrawContext(step, rank, size, batch_size, pool)
 
 
 def draws(sampler: Sampler, steps: range, rank: int = 0) -> list[Draw]:
     taken = []
     for step in steps:
-        taken.append(sampler.next(view(step, rank)))
+        taken.append(sampler.draw(view(step, rank)))
         if isinstance(sampler, ScoringSampler):
             score(sampler, view(step, rank))
     return taken
 
 
-def score(sampler: ScoringSampler, seen: PoolView) -> None:
+def score(sampler: ScoringSampler, seen: DrawContext) -> None:
     """What a replica does in the wait of a step: a sample's score falls with its number, and as steps go by."""
 
     def decide(name: str, step: int, local: Callable[[], Json]) -> Decision:
         return Decision(name, step, local(), rank=seen.rank)
 
     count = 0
-    for ids in sampler.due(seen, decide).scores:
-        sampler.scored(ids, 3.0 / (1 + ids + seen.step), seen.step)
+    for ids in sampler.plan_wait(seen, decide).scores:
+        sampler.record_scores(ids, 3.0 / (1 + ids + seen.step), seen.step)
         count += len(ids)
-    sampler.observe(Spare(1.0, 0.5 + seen.step % 3, 0.1 * count, count, overlaps=False))
+    sampler.record_times(ScoringTimes(1.0, 0.5 + seen.step % 3, 0.1 * count, count, has_overlap=False))
 
 
 def same_draws(one: list[Draw], other: list[Draw]) -> bool:
@@ -158,7 +158,7 @@ def test_it_resumes_where_it_was_saved(make: Callable[[int], Sampler], done: int
 
 
 def test_as_few_samples_as_it_takes_serve(row: Row) -> None:
-    draw = row.make(3).next(view(0, rank=1, size=3, pool=row.fewest))
+    draw = row.make(3).draw(view(0, rank=1, size=3, pool=row.fewest))
     assert draw.ids.shape == (8,)
     assert set(draw.ids.tolist()) <= set(range(row.fewest))
 
@@ -174,10 +174,10 @@ def sequence_of(pool: int, plan: list[tuple[int, int]], seed: int = 0) -> tuple[
     for step, (size, batch_size) in enumerate(plan):
         after = []
         for rank in range(size):
-            sampler = Uniform(seed)
+            sampler = UniformSampler(seed)
             if state is not None:
                 sampler.load_state_dict(state)
-            draw = sampler.next(view(step, rank, size, batch_size, pool))
+            draw = sampler.draw(view(step, rank, size, batch_size, pool))
             taken.append(draw)
             sequence += draw.ids.tolist()
             after.append(sampler.state_dict())
@@ -216,16 +216,16 @@ def test_passes_are_shuffled_each_in_its_own_order() -> None:
 
 
 def test_one_sampler_through_many_passes_equals_fresh_ones() -> None:
-    sampler = Uniform(0)
-    kept = torch.cat([sampler.next(view(step, 0, 1, 7, 11)).ids for step in range(20)])
+    sampler = UniformSampler(0)
+    kept = torch.cat([sampler.draw(view(step, 0, 1, 7, 11)).ids for step in range(20)])
     fresh, _ = sequence_of(11, [(1, 7)] * 20)
     assert kept.tolist() == fresh
 
 
 def test_no_weights() -> None:
-    assert all(draw.weights is None for draw in draws(Uniform(1), range(5)))
+    assert all(draw.weights is None for draw in draws(UniformSampler(1), range(5)))
 
 
 def test_where_part_of_the_data_is_at_hand_the_oldest_come_first() -> None:
     arrived = torch.tensor([9, 4, 7, 1])
-    assert Uniform(0).next(PoolView(0, 1, 2, 3, arrived)).ids.tolist() == [9, 4, 7]
+    assert UniformSampler(0).draw(DrawContext(0, 1, 2, 3, arrived)).ids.tolist() == [9, 4, 7]

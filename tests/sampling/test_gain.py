@@ -13,11 +13,16 @@ from farflung.config import Training
 from farflung.data.datasets import TensorDataset
 from farflung.errors import ConfigError
 from farflung.loop import Replica
-from farflung.recipes import recipe
+from farflung.recipes import parse_recipe
 from farflung.runs import make_replica
 from farflung.sampling import Gain
-from farflung.sampling.gain import NOISE, STEPS
-from farflung.sampling.importance import included, second_moments, smoothed, systematic
+from farflung.sampling.gain import MIN_STEPS, NOISE_NAMES
+from farflung.sampling.importance import (
+    compute_inclusion,
+    compute_second_moments,
+    draw_systematic,
+    smooth_scores,
+)
 from farflung.sampling.scoring import ScoringSampler
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Telemetry
@@ -47,12 +52,12 @@ def of_batch(generator: torch.Generator, *, scored: bool) -> tuple[Tensor, tuple
     """A replica's gradient, and what its candidates' scores say."""
     rows = torch.randint(len(GRADIENTS), (M,), generator=generator)
     norms, ones = GRADIENTS[rows].norm(dim=1), torch.ones(M).double()
-    importances = smoothed(norms, 0.02)
-    moments = second_moments(norms, importances, ones)
+    importances = smooth_scores(norms, 0.02)
+    moments = compute_second_moments(norms, importances, ones)
     if not scored:
         return GRADIENTS[rows[:B]].mean(0), moments
-    expected = included(importances, B)
-    drawn = systematic(expected, generator)
+    expected = compute_inclusion(importances, B)
+    drawn = draw_systematic(expected, generator)
     weights = B / (M * expected[drawn])
     return (weights[:, None] * GRADIENTS[rows[drawn]]).mean(0), moments
 
@@ -65,18 +70,18 @@ def steps(gains: list[Gain], count: int, weights: Tensor, *, scored: bool, seed:
         mean = sum(float(share) * own for share, (own, _) in zip(shares, found, strict=True))
         assert isinstance(mean, Tensor)
         for rank, (gain, (own, moments)) in enumerate(zip(gains, found, strict=True)):
-            gain.judge(moments, B / M)
+            gain.record_scores(moments, B / M)
             square = float(mean.square().sum())
-            gain.measured(float(own.square().sum()), square, float(shares[rank]), first=rank == 0)
-        learned = [gain.tell() for gain in gains]
+            gain.record_norms(float(own.square().sum()), square, float(shares[rank]), is_rank_0=rank == 0)
+        learned = [gain.drain() for gain in gains]
         sums = {name: sum(each[name] for each in learned) for name in learned[0]}
-        assert len({gain.learn(sums) for gain in gains}) == 1
+        assert len({gain.did_change_rule(sums) for gain in gains}) == 1
 
 
 def begun(rule: str, count: int) -> list[Gain]:
     gains = [Gain(rule) for _ in range(count)]
     for gain in gains:
-        gain.begins("")
+        gain.begin_run("")
     return gains
 
 
@@ -84,7 +89,7 @@ def begun(rule: str, count: int) -> list[Gain]:
 def test_noise_and_gain_are_those_of_the_distribution(replicas: int) -> None:
     noise, ratio = known(replicas)
     gains = begun("auto", replicas)
-    steps(gains, STEPS - 1, torch.ones(replicas), scored=False)
+    steps(gains, MIN_STEPS - 1, torch.ones(replicas), scored=False)
     effective = ratio + (1 - ratio) * B / M
     assert gains[0].noise_scale == pytest.approx(noise, rel=0.25)
     assert gains[0].ratio == pytest.approx(effective, rel=0.15)
@@ -123,7 +128,9 @@ def told(gain: Gain, *, noise: float, rho: float = 0.2, part: float = 0.1) -> bo
     ratio = 1.0 if gain.rule == "uniform" else (1 - part) * rho + part
     variance = noise * ratio
     sums = {"spread": 3 * variance, "square": 1 + variance, "shares": 0.25}
-    return gain.learn({**sums, "first": part, "second": (1 - part) * rho, "uniform": 1.0, "pool": part})
+    return gain.did_change_rule(
+        {**sums, "first": part, "second": (1 - part) * rho, "uniform": 1.0, "pool": part}
+    )
 
 
 def test_it_turns_on_and_off_with_hysteresis() -> None:
@@ -139,7 +146,7 @@ def test_it_turns_on_and_off_with_hysteresis() -> None:
     assert go(0.1) == []
     assert gain.gain == pytest.approx(worth(0.1))
     (gain,) = begun("auto", 1)
-    assert go(0.5) == [STEPS - 1], "as soon as it may"
+    assert go(0.5) == [MIN_STEPS - 1], "as soon as it may"
     assert gain.rule == "pool"
     assert 1.05 < worth(0.1) < 1.1
     assert go(0.1) == [], "not in between"
@@ -151,18 +158,18 @@ def test_it_turns_on_and_off_with_hysteresis() -> None:
 
 def test_few_that_matter_are_looked_for_among_all() -> None:
     (gain,) = begun("auto", 1)
-    for _ in range(STEPS):
+    for _ in range(MIN_STEPS):
         told(gain, noise=2.0, rho=0.05)
     assert gain.rule == "two"
-    for _ in range(2 * STEPS):
+    for _ in range(2 * MIN_STEPS):
         told(gain, noise=2.0, rho=0.15)
     assert gain.rule == "two", "until twice as many do"
-    for _ in range(10 * STEPS):
+    for _ in range(10 * MIN_STEPS):
         told(gain, noise=2.0, rho=0.4)
     assert gain.rule == "pool"
     (gain,) = begun("auto", 1)
-    gain.streams = True
-    for _ in range(STEPS):
+    gain.is_streaming = True
+    for _ in range(MIN_STEPS):
         told(gain, noise=2.0, rho=0.05)
     assert gain.rule == "pool", "a stream holds those that have arrived"
 
@@ -170,13 +177,13 @@ def test_few_that_matter_are_looked_for_among_all() -> None:
 @pytest.mark.parametrize(("times", "rule"), [(1.5, "two"), (2.5, "pool")])
 def test_two_is_given_up_where_the_variance_is_not_what_scores_predict(times: float, rule: str) -> None:
     (gain,) = begun("auto", 1)
-    for _ in range(STEPS):
+    for _ in range(MIN_STEPS):
         told(gain, noise=8.0, rho=0.05)
     assert gain.rule == "two"
-    for _ in range(STEPS):
+    for _ in range(MIN_STEPS):
         told(gain, noise=8.0 * times, rho=0.05)
     assert gain.rule == rule
-    for _ in range(4 * STEPS):
+    for _ in range(4 * MIN_STEPS):
         told(gain, noise=8.0 * times, rho=0.05)
     assert gain.rule == rule, "and not taken again soon"
 
@@ -184,13 +191,13 @@ def test_two_is_given_up_where_the_variance_is_not_what_scores_predict(times: fl
 def test_what_is_chosen_stays_where_it_cannot_be_known() -> None:
     for rule, stays in {"auto": "uniform", "pool": "pool", "two": "two"}.items():
         gain = Gain(rule)
-        assert gain.begins("one replica") == ()
-        gain.measured(2.0, 1.0, 0.5, first=True)
-        assert gain.tell() == {}
+        assert gain.begin_run("one replica") == ()
+        gain.record_norms(2.0, 1.0, 0.5, is_rank_0=True)
+        assert gain.drain() == {}
         for _ in range(300):
-            assert not gain.learn({})
+            assert not gain.did_change_rule({})
         assert gain.rule == stays
-        assert not gain.scores_at(0)
+        assert not gain.should_score(0)
         assert gain.report() == {
             "steps": {"uniform": 0, "pool": 0, "two": 0},
             "gain": None,
@@ -202,9 +209,9 @@ def test_what_is_chosen_stays_where_it_cannot_be_known() -> None:
 def test_a_mean_gradient_that_is_lost_in_noise_has_no_scale_and_the_largest_gain() -> None:
     (gain,) = begun("pool", 1)
     for _ in range(10):
-        gain.learn(
+        gain.did_change_rule(
             {
-                **dict.fromkeys(NOISE, 0.25),
+                **dict.fromkeys(NOISE_NAMES, 0.25),
                 "spread": 9.0,
                 "first": 0.1,
                 "second": 0.1,
@@ -218,7 +225,7 @@ def test_a_mean_gradient_that_is_lost_in_noise_has_no_scale_and_the_largest_gain
 
 def test_it_goes_on_from_its_state() -> None:
     (one,), (other,) = begun("auto", 1), begun("auto", 1)
-    for _ in range(STEPS + 50):
+    for _ in range(MIN_STEPS + 50):
         told(one, noise=0.6)
     other.load_state_dict(one.state_dict())
     for gain in (one, other):
@@ -235,8 +242,8 @@ class Rare(Quadratic):
     """One sample in twenty is far from all others."""
 
     @override
-    def datasets(self) -> tuple[Dataset, Dataset]:
-        train, test = super().datasets()
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
+        train, test = super().load_datasets()
         assert isinstance(train, TensorDataset)
         inputs = train.inputs.clone()
         inputs[::20] *= 30
@@ -251,7 +258,7 @@ def run(
         make_replica(
             runtime,
             Rare(dim=6, samples=600),
-            recipe("synchronous").but(sampler=sampler, **parts),
+            parse_recipe("synchronous").with_members(sampler=sampler, **parts),
             Training(steps, 4, 0.01, seed=3),
             Telemetry(rank),
             shares=[*torch.arange(600).tensor_split(workers)],
@@ -279,7 +286,7 @@ def test_replicas_choose_alike_and_the_choice_is_a_decision_of_the_run(parts: di
     assert [(each.value, each.rank, each.timing) for each in decided] == [
         (gain_of(replicas[0]).rule, None, False)
     ]
-    assert abs(decided[0].step - STEPS) <= 2
+    assert abs(decided[0].step - MIN_STEPS) <= 2
 
 
 def test_what_is_measured_is_the_noise_of_gradients() -> None:
@@ -313,7 +320,7 @@ def test_where_gradients_do_not_compare_it_is_uniform_scores_nothing_and_says_so
 
 def test_while_uniform_a_batch_is_scored_in_every_twentieth_step() -> None:
     (replica, *_), _ = run("grouped_importance", 60)
-    told = replica.parts.sampler.state_dict()
+    told = replica.components.sampler.state_dict()
     assert int((told["scores"] >= 0).sum()) == 4 * 3
 
 
@@ -322,7 +329,7 @@ def test_of_streams_scores_are_drawn_by_once_that_is_worth_it_and_never_from_all
     replicas, decided = run("grouped_importance(scored_by='loss')", 140, stream=stream)
     assert [each.value for each in decided] == ["pool"]
     for replica in replicas:
-        assert gain_of(replica).steps["uniform"] >= STEPS
+        assert gain_of(replica).steps["uniform"] >= MIN_STEPS
         assert gain_of(replica).steps["two"] == 0
     with pytest.raises(ConfigError, match="stream holds those that have arrived"):
         run("grouped_importance(rule='two')", 3, stream=stream)

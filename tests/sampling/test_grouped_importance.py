@@ -19,10 +19,10 @@ from torch import Tensor
 from farflung.errors import ConfigError, RunLost
 from farflung.recipes import Recipe
 from farflung.sampling import SAMPLERS, GroupedImportance
-from farflung.sampling.importance import smoothed, variance_ratio
+from farflung.sampling.importance import compute_variance_ratio, smooth_scores
 from farflung.spec import build
 from farflung.state_trees import load_tree, save_tree
-from farflung.types import Decision, Draw, Json, PoolView, SampleIds, Spare
+from farflung.types import Decision, Draw, DrawContext, Json, SampleIds, ScoringTimes
 from tests.covering import thorough
 from tests.helpers import same_tree
 
@@ -30,8 +30,8 @@ N = 40
 paper = partial(GroupedImportance, rule="paper")
 
 
-def view(step: int, pool: int | SampleIds = N, batch_size: int = 8, share: float = 1.0) -> PoolView:
-    return PoolView(step, 0, 1, batch_size, pool, share)
+def view(step: int, pool: int | SampleIds = N, batch_size: int = 8, share: float = 1.0) -> DrawContext:
+    return DrawContext(step, 0, 1, batch_size, pool, share)
 
 
 def decide(name: str, step: int, local: Callable[[], Json]) -> Decision:
@@ -44,12 +44,14 @@ def train(
     """Some steps in which samples always have the same scores; the batches, and what was scored in each wait."""
     draws, groups = [], []
     for step in steps:
-        draws.append(sampler.next(view(step, pool)))
-        chunks = sampler.due(view(step, pool), decide).scores
+        draws.append(sampler.draw(view(step, pool)))
+        chunks = sampler.plan_wait(view(step, pool), decide).scores
         for ids in chunks:
-            sampler.scored(ids, scores[ids], step)
+            sampler.record_scores(ids, scores[ids], step)
         groups.append(torch.cat([torch.empty(0, dtype=torch.int64), *chunks]))
-        sampler.observe(Spare(1.0, 0.36, 0.01 * len(groups[-1]), len(groups[-1]), overlaps=False))
+        sampler.record_times(
+            ScoringTimes(1.0, 0.36, 0.01 * len(groups[-1]), len(groups[-1]), has_overlap=False)
+        )
     return draws, groups
 
 
@@ -71,7 +73,7 @@ def of_batch(draw: Draw, values: Tensor) -> Tensor:
 
 def means(sampler: GroupedImportance, values: Tensor, tries: int, batch_size: int = 8) -> Tensor:
     """Means over many batches, from the same groups and scores: as steps go by, all ages grow alike."""
-    batches = [sampler.next(view(1000 + each, len(values), batch_size)) for each in range(tries)]
+    batches = [sampler.draw(view(1000 + each, len(values), batch_size)) for each in range(tries)]
     return torch.stack([of_batch(draw, values) for draw in batches])
 
 
@@ -102,12 +104,12 @@ def test_groups_are_random_ones() -> None:
 
 def test_what_is_due_comes_in_chunks_and_stays_due_until_it_is_scored() -> None:
     sampler = paper(0, groups=4, chunk=3)
-    sampler.next(view(0))
-    due = sampler.due(view(0), decide).scores
+    sampler.draw(view(0))
+    due = sampler.plan_wait(view(0), decide).scores
     assert [len(ids) for ids in due] == [3, 3, 3, 1]
-    assert torch.equal(torch.cat([*sampler.due(view(0), decide).scores]), torch.cat([*due]))
-    sampler.scored(due[0], torch.ones(3), 0)
-    assert torch.equal(torch.cat([*sampler.due(view(0), decide).scores]), torch.cat([*due[1:]]))
+    assert torch.equal(torch.cat([*sampler.plan_wait(view(0), decide).scores]), torch.cat([*due]))
+    sampler.record_scores(due[0], torch.ones(3), 0)
+    assert torch.equal(torch.cat([*sampler.plan_wait(view(0), decide).scores]), torch.cat([*due[1:]]))
 
 
 def test_groups_by_time_are_as_large_as_the_wait_and_the_newest_takes_samples_over() -> None:
@@ -115,8 +117,8 @@ def test_groups_by_time_are_as_large_as_the_wait_and_the_newest_takes_samples_ov
     draws, scored = train(sampler, range(6), some())
     # A wait of 0.36 s has room for 7 chunks of 5 samples that take 0.01 s each.
     assert [len(ids) for ids in scored] == [5, *[35] * 5]
-    assert [draw.told["groups"] for draw in draws] == [1, 2, 2, 2, 2, 2]
-    assert [draw.told["scored"] for draw in draws] == [0, 5, 35, 35, 35, 35]
+    assert [draw.telemetry["groups"] for draw in draws] == [1, 2, 2, 2, 2, 2]
+    assert [draw.telemetry["scored"] for draw in draws] == [0, 5, 35, 35, 35, 35]
     assert sorted(torch.cat(scored[:2]).tolist()) == list(range(N))
 
 
@@ -125,7 +127,7 @@ def test_groups_of_unlike_sizes_give_as_many_to_a_batch_as_they_have() -> None:
     _, (small, large) = train(sampler, range(2), some())
     assert (len(small), len(large)) == (5, 35)
     for step in range(2, 12):
-        ids = sampler.next(view(step)).ids
+        ids = sampler.draw(view(step)).ids
         assert int(torch.isin(ids, small).sum()) == 1
         assert int(torch.isin(ids, large).sum()) == 7
 
@@ -133,17 +135,17 @@ def test_groups_of_unlike_sizes_give_as_many_to_a_batch_as_they_have() -> None:
 def test_groups_by_time_are_never_more_than_all_samples_or_is_asked_for() -> None:
     _, scored = train(paper(0, groups="bacc", chunk=64), range(4), some())
     assert [sorted(ids.tolist()) for ids in scored] == [list(range(N))] * 4
-    sampler = paper(0, groups="bacc", chunk=5, most=13)
+    sampler = paper(0, groups="bacc", chunk=5, max_scored=13)
     draws, scored = train(sampler, range(5), some())
     assert [len(ids) for ids in scored] == [5, *[13] * 4]
-    assert draws[-1].told["scored"] == 13
+    assert draws[-1].telemetry["scored"] == 13
 
 
 # --- what batches stand for -------------------------------------------------------------------------------------
 
 
 def test_the_first_batch_is_uniform() -> None:
-    draw = paper(0).next(view(0, batch_size=1000, share=1.25))
+    draw = paper(0).draw(view(0, batch_size=1000, share=1.25))
     assert draw.weights is not None
     assert draw.weight == 1.25, "as many as the replica has"
     assert draw.weights.dtype == torch.float32
@@ -182,7 +184,7 @@ def test_the_papers_estimator_expects_the_mean_over_all_samples_as_groups_are_ra
     for seed in range(150):
         sampler = paper(seed, groups=5, chosen=2)
         train(sampler, range(5 + seed % 5), scores)
-        found.append(of_batch(sampler.next(view(5 + seed % 5)), values))
+        found.append(of_batch(sampler.draw(view(5 + seed % 5)), values))
     assert within(torch.stack(found), float(values.mean()))
 
 
@@ -200,7 +202,7 @@ def test_weights_are_the_mean_score_over_that_of_the_sample() -> None:
     sampler, scores = paper(0, groups=1, chosen=1, smoothing=1.0), some()
     draw = train(sampler, range(3), scores)[0][-1]
     assert draw.weights is not None
-    importances = smoothed(scores, 1.0)
+    importances = smooth_scores(scores, 1.0)
     torch.testing.assert_close(draw.weights, (importances.mean() / importances)[draw.ids].float())
 
 
@@ -212,7 +214,7 @@ def test_batches_by_gradient_norms_vary_less_than_uniform_ones() -> None:
     assert within(drawn, float(gradients.mean()))
     assert float(drawn.var()) < 0.9 * float(uniform.var())
     square = float(gradients.mean()) ** 2
-    told = sampler.next(view(5000)).told["variance_ratio"]
+    told = sampler.draw(view(5000)).telemetry["variance_ratio"]
     assert isinstance(told, float)
     second = 8 * uniform.var() + square
     assert float(8 * drawn.var() + square) == pytest.approx(told * float(second), rel=0.2)
@@ -224,7 +226,7 @@ def test_fresh_groups_are_chosen_more_often(beta: float) -> None:
     _, scored = train(sampler, range(4), some())
     group_of = {int(each): place for place, ids in enumerate(scored) for each in ids}
     tries = 500
-    found = Counter(group_of[int(sampler.next(view(1000 + k, batch_size=1)).ids)] for k in range(tries))
+    found = Counter(group_of[int(sampler.draw(view(1000 + k, batch_size=1)).ids)] for k in range(tries))
     chances = torch.softmax(beta * torch.arange(4.0), 0).tolist()
     for place, chance in enumerate(chances):
         assert abs(found[place] / tries - chance) <= 4 * math.sqrt(chance * (1 - chance) / tries)
@@ -233,15 +235,15 @@ def test_fresh_groups_are_chosen_more_often(beta: float) -> None:
 def test_very_old_groups_still_make_up_the_number_that_is_chosen() -> None:
     sampler = paper(0, groups=4, chosen=4, beta=1e6)
     train(sampler, range(4), some())
-    told = sampler.next(view(4, batch_size=400))
+    told = sampler.draw(view(4, batch_size=400))
     assert len(told.ids.unique()) > N // 2
 
 
 def test_a_sample_without_a_score_counts_as_the_mean_of_its_group() -> None:
     sampler, scores = paper(0, groups=1, chosen=1), some()
     train(sampler, range(1), scores)
-    sampler.incoming(torch.tensor([4]), torch.tensor([-1.0]))
-    draw = sampler.next(view(1, batch_size=500))
+    sampler.replace_samples(torch.tensor([4]), torch.tensor([-1.0]))
+    draw = sampler.draw(view(1, batch_size=500))
     assert draw.weights is not None
     known = torch.cat([scores[:4], scores[5:]])
     weight = draw.weights[draw.ids == 4]
@@ -262,7 +264,7 @@ def test_a_batch_is_drawn_from_the_newest_group_without_replacement() -> None:
     for draw, candidates in zip(draws[1:], groups, strict=False):
         assert len(draw.ids.unique()) == 8
         assert bool(torch.isin(draw.ids, candidates).all())
-        assert draw.told["rule"] == "pool"
+        assert draw.telemetry["rule"] == "pool"
 
 
 @pytest.mark.parametrize(("rule", "groups"), [("pool", "bacc"), *thorough(("two", None))])
@@ -274,7 +276,7 @@ def test_batches_from_candidates_expect_the_mean_over_all_samples(rule: Any, gro
         sampler = GroupedImportance(seed, rule=rule, groups=groups, chunk=8, every=2)
         for step in range(4):
             train(sampler, range(step, step + 1), some(10 + step, count), count)
-        found.append(of_batch(sampler.next(view(4, count)), values))
+        found.append(of_batch(sampler.draw(view(4, count)), values))
     assert within(torch.stack(found), float(values.mean()))
 
 
@@ -285,14 +287,14 @@ def test_candidates_by_older_scores_are_taken_where_few_samples_matter() -> None
     scores[::100] = 1.0
     sampler = GroupedImportance(1)
     draws, groups = train(sampler, range(130), scores, count)
-    told = [draw.told["rule"] for draw in draws]
+    told = [draw.telemetry["rule"] for draw in draws]
     assert told[:2] == ["uniform", "pool"]
     assert told[-20:] == ["two"] * 20
     held = [int((scores[ids] == 1).sum()) for ids in groups]
     assert max(held[:5]) < 8
     assert held[-20:] == [8] * 20, "all of them"
     train(sampler, range(130, 400), torch.ones(count), count)
-    assert sampler.next(view(400, count)).told["rule"] == "pool"
+    assert sampler.draw(view(400, count)).telemetry["rule"] == "pool"
 
 
 def test_weights_of_candidates_have_a_bound() -> None:
@@ -342,12 +344,12 @@ def test_groups_by_time_have_two_batches_at_least() -> None:
 
 def test_replicas_with_shares_of_the_data_draw_unlike_numbers() -> None:
     recipe = Recipe(sampler="grouped_importance")
-    one, other = (recipe.parts(1, share).sampler.next(view(0)).ids for share in range(2))
+    one, other = (recipe.build_components(1, share).sampler.draw(view(0)).ids for share in range(2))
     assert one.tolist() != other.tolist()
 
 
 def test_replicas_that_draw_from_the_same_samples_draw_unlike_numbers() -> None:
-    one, other = (paper(0).next(PoolView(0, rank, 2, 8, N)).ids for rank in range(2))
+    one, other = (paper(0).draw(DrawContext(0, rank, 2, 8, N)).ids for rank in range(2))
     assert one.tolist() != other.tolist()
 
 
@@ -371,7 +373,7 @@ def test_it_goes_on_from_its_state(groups: str, more: str, streams: bool, tmp_pa
             pool = torch.arange(3 * step, N + 3 * step) if streams else N
             (draw,), (group,) = train(sampler, range(step, step + 1), scores, pool)
             weights = [] if draw.weights is None else draw.weights.tolist()
-            told.append((draw.ids.tolist(), weights, dict(draw.told), group.tolist()))
+            told.append((draw.ids.tolist(), weights, dict(draw.telemetry), group.tolist()))
         return told
 
     whole = made()
@@ -393,10 +395,10 @@ def test_it_goes_on_from_its_state(groups: str, more: str, streams: bool, tmp_pa
 def test_of_a_stream_those_held_are_drawn_and_the_stream_says_what_a_batch_weighs() -> None:
     sampler = paper(0)
     pool = torch.tensor([90, 7, 41])
-    draw = sampler.next(view(0, pool, batch_size=64))
+    draw = sampler.draw(view(0, pool, batch_size=64))
     assert set(draw.ids.tolist()) == {90, 7, 41}
     assert draw.weight is None
-    draw = sampler.next(view(1, torch.tensor([41, 3]), batch_size=64))
+    draw = sampler.draw(view(1, torch.tensor([41, 3]), batch_size=64))
     assert set(draw.ids.tolist()) == {41, 3}
 
 
@@ -417,7 +419,7 @@ def test_of_a_stream_the_oldest_scores_are_renewed_first() -> None:
 def test_what_is_new_in_a_stream_is_in_the_newest_group_and_counts_as_its_mean() -> None:
     sampler = paper(0, groups=1, chosen=1, beta=100.0)
     train(sampler, range(5), torch.tensor([1.0, 3.0]), torch.tensor([0, 1]))
-    draw = sampler.next(view(5, torch.tensor([0, 1, 2]), batch_size=300))
+    draw = sampler.draw(view(5, torch.tensor([0, 1, 2]), batch_size=300))
     assert draw.weights is not None
     assert set(draw.ids.tolist()) == {0, 1, 2}
     weight = {int(each): float(w) for each, w in zip(draw.ids, draw.weights, strict=True)}
@@ -427,14 +429,14 @@ def test_what_is_new_in_a_stream_is_in_the_newest_group_and_counts_as_its_mean()
 def test_a_score_outlasts_others_coming_and_going() -> None:
     sampler = paper(0, groups=1, chosen=1)
     train(sampler, range(1), some(), torch.tensor([8, 2, 5]))
-    sampler.next(view(1, torch.tensor([2, 30, 8])))
-    assert sampler.scores_of(torch.tensor([8, 30, 2, 5])).tolist() == [some()[8], -1.0, some()[2], -1.0]
+    sampler.draw(view(1, torch.tensor([2, 30, 8])))
+    assert sampler.get_scores(torch.tensor([8, 30, 2, 5])).tolist() == [some()[8], -1.0, some()[2], -1.0]
 
 
 def test_of_a_stream_that_is_used_up_nothing_is_scored() -> None:
     sampler = paper(0)
-    sampler.next(view(0, torch.arange(4)))
-    assert not sampler.due(view(0, torch.arange(0)), decide).scores
+    sampler.draw(view(0, torch.arange(4)))
+    assert not sampler.plan_wait(view(0, torch.arange(0)), decide).scores
 
 
 # --- what else is told and weighed ------------------------------------------------------------------------------
@@ -444,7 +446,7 @@ def test_telemetry_says_what_importance_is_worth() -> None:
     sampler, scores = paper(0, groups=5), some()
     draws, scored = train(sampler, range(4), scores)
     unknown = dict.fromkeys(("rank_within_5", "rank_within_10", "score_age"))
-    assert draws[0].told == {
+    assert draws[0].telemetry == {
         "rule": "paper",
         "groups": 1,
         "scored": 0,
@@ -455,18 +457,20 @@ def test_telemetry_says_what_importance_is_worth() -> None:
     }
     for step in range(1, 4):
         newest = scores[scored[step - 1]]
-        ratio = variance_ratio(newest, smoothed(newest, 0.5))
+        ratio = compute_variance_ratio(newest, smooth_scores(newest, 0.5))
         known = {"groups": step + 1, "scored": 8, "variance_ratio": ratio}
-        assert {name: draws[step].told[name] for name in known} == pytest.approx(known)
+        assert {name: draws[step].telemetry[name] for name in known} == pytest.approx(known)
         # Of eight scores, 5 % is the first, 25 % the second and so on.
-        assert draws[step].told["score_quantiles"] == [
+        assert draws[step].telemetry["score_quantiles"] == [
             newest.sort().values[at].item() for at in (0, 1, 3, 5, 7)
         ]
         weights = draws[step].weights
         assert weights is not None
-        assert draws[step].told["largest_weight"] == weights.max().item()
-        assert unknown.items() <= draws[step].told.items(), "nobody is scored anew before all have a score"
-    json.dumps(dict(draws[-1].told))
+        assert draws[step].telemetry["largest_weight"] == weights.max().item()
+        assert unknown.items() <= draws[step].telemetry.items(), (
+            "nobody is scored anew before all have a score"
+        )
+    json.dumps(dict(draws[-1].telemetry))
 
 
 def test_telemetry_says_how_ranks_have_moved_since_the_scores_before() -> None:
@@ -478,21 +482,21 @@ def test_telemetry_says_how_ranks_have_moved_since_the_scores_before() -> None:
     for one, other in ((3, 6), (20, 30)):
         second[members[one]], second[members[other]] = first[members[other]], first[members[one]]
     draws, _ = train(sampler, range(2, 5), second, count)
-    assert draws[0].told["score_age"] is None, "of step 1, where scores were the first"
-    told = [draws[1].told[name] for name in ("rank_within_5", "rank_within_10", "score_age")]
+    assert draws[0].telemetry["score_age"] is None, "of step 1, where scores were the first"
+    told = [draws[1].telemetry[name] for name in ("rank_within_5", "rank_within_10", "score_age")]
     assert told == [36 / 40, 38 / 40, 2.0]
-    told = [draws[2].told[name] for name in ("rank_within_5", "rank_within_10", "score_age")]
+    told = [draws[2].telemetry[name] for name in ("rank_within_5", "rank_within_10", "score_age")]
     assert told == [1.0, 1.0, 2.0]
 
 
 def test_ranks_of_what_others_have_scored_are_not_told() -> None:
     sampler, scores = paper(0, groups=2), some(count=20)
     _, groups = train(sampler, range(2), scores, 20)
-    sampler.incoming(groups[0][:3], torch.full((3,), 9.0))
+    sampler.replace_samples(groups[0][:3], torch.full((3,), 9.0))
     draws, _ = train(sampler, range(2, 4), scores, 20)
-    assert draws[1].told["score_age"] is None, "seven are too few"
+    assert draws[1].telemetry["score_age"] is None, "seven are too few"
     draws, _ = train(sampler, range(4, 6), scores, 20)
-    assert draws[1].told["score_age"] == 2.0, "all ten were scored here by then"
+    assert draws[1].telemetry["score_age"] == 2.0, "all ten were scored here by then"
 
 
 # --- what else a wait is spent on ---------------------------------------------------------------------------------
@@ -506,21 +510,21 @@ def test_a_wait_is_spent_on_scores_or_a_third_as_many_gradients(
 ) -> None:
     sampler = GroupedImportance(0, rule=rule, chunk=20)
     for step in range(4):
-        told = sampler.next(view(step, 400)).told["rule"]
+        told = sampler.draw(view(step, 400)).telemetry["rule"]
         assert told == ("uniform" if step == 0 or rule == "fill" else "pool")
-        due = sampler.due(view(step, 400), decide)
+        due = sampler.plan_wait(view(step, 400), decide)
         assert sum(map(len, due.scores)) == scores
         assert sum(map(len, due.gradients)) == gradients
         assert max(map(len, [*due.scores, *due.gradients])) == 20
         for ids in due.scores:
-            sampler.scored(ids, torch.ones(len(ids)), step)
+            sampler.record_scores(ids, torch.ones(len(ids)), step)
 
 
 def test_batches_and_gradients_of_fill_are_one_pass_over_the_samples() -> None:
     sampler, seen = GroupedImportance(3, rule="fill"), list[int]()
     for step in range(20):
-        seen += sampler.next(view(step)).ids.tolist()
-        for ids in sampler.due(view(step), decide).gradients:
+        seen += sampler.draw(view(step)).ids.tolist()
+        for ids in sampler.plan_wait(view(step), decide).gradients:
             seen += ids.tolist()
     for first in range(0, len(seen) - N, N):
         assert sorted(seen[first : first + N]) == list(range(N))
@@ -529,22 +533,22 @@ def test_batches_and_gradients_of_fill_are_one_pass_over_the_samples() -> None:
 def test_running_statistics_follow_uniform_samples_while_batches_are_drawn_by_scores() -> None:
     sampler, seen = GroupedImportance(3, rule="pool", statistics="uniform"), list[int]()
     for step in range(15):
-        seen += [] if sampler.next(view(step)).weights is not None else [0] * 8
-        due = sampler.due(view(step), decide)
+        seen += [] if sampler.draw(view(step)).weights is not None else [0] * 8
+        due = sampler.plan_wait(view(step), decide)
         for ids in due.scores:
-            sampler.scored(ids, torch.ones(len(ids)), step)
+            sampler.record_scores(ids, torch.ones(len(ids)), step)
         seen += torch.cat([*due.statistics]).tolist()
     assert len(seen) == 8 + 15 * 8
     assert sorted(seen[8 + N - 8 : 8 + 2 * N - 8]) == list(range(N))
     assert sampler.statistics == "uniform"
-    assert not in_a_run().due(view(0), decide).statistics, "a batch that is uniform has its own"
+    assert not in_a_run().plan_wait(view(0), decide).statistics, "a batch that is uniform has its own"
 
 
 def in_a_run() -> GroupedImportance:
     sampler = GroupedImportance(3, statistics="uniform")
     assert sampler.gain is not None
-    sampler.gain.begins("")
-    sampler.next(view(0))
+    sampler.gain.begin_run("")
+    sampler.draw(view(0))
     return sampler
 
 
@@ -559,7 +563,7 @@ def in_a_run() -> GroupedImportance:
 def test_what_takes_samples_from_all_is_refused_for_a_stream(options: dict[str, Any], what: str) -> None:
     said = f"^grouped_importance: {what} takes samples from all .* give rule='pool' and statistics='batch'$"
     with pytest.raises(ConfigError, match=said):
-        GroupedImportance(0, **options).next(view(0, torch.arange(40)))
+        GroupedImportance(0, **options).draw(view(0, torch.arange(40)))
 
 
 # --- samples that change their owner ----------------------------------------------------------------------------
@@ -570,7 +574,7 @@ def test_what_takes_samples_from_all_is_refused_for_a_stream(options: dict[str, 
 def test_what_is_given_away_is_of_each_group_its_share(count: int, groups: int, step: int) -> None:
     sampler = paper(0, groups=groups, chosen=1)
     _, scored = train(sampler, range(groups), some())
-    slots = sampler.outgoing(count, step)
+    slots = sampler.choose_outgoing(count, step)
     assert len(set(slots.tolist())) == len(slots) == count
     for ids in scored:
         share = count * len(ids) / N
@@ -581,28 +585,28 @@ def test_what_is_given_away_goes_by_importance() -> None:
     sampler, tries = paper(0, groups=1, chosen=1), 800
     scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
     train(sampler, range(1), scores, pool=4)
-    found = torch.bincount(torch.cat([sampler.outgoing(1, step) for step in range(tries)])) / tries
+    found = torch.bincount(torch.cat([sampler.choose_outgoing(1, step) for step in range(tries)])) / tries
     wanted = (scores + 1.25) / 15
     assert bool(((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / tries).sqrt()).all())
 
 
 def test_no_more_is_given_away_than_there_is() -> None:
     sampler = paper(0)
-    sampler.next(view(0))
+    sampler.draw(view(0))
     with pytest.raises(ConfigError, match="41 samples are to be given away, and there are 40"):
-        sampler.outgoing(N + 1, 0)
+        sampler.choose_outgoing(N + 1, 0)
 
 
 def test_what_comes_takes_the_slot_and_the_group_and_brings_its_score() -> None:
     sampler, scores = paper(0, groups=4), some()
     train(sampler, range(3), scores)
     before = sampler.state_dict()
-    slots = sampler.outgoing(6, 3)
+    slots = sampler.choose_outgoing(6, 3)
     brought = torch.tensor([5.0, -1.0, 0.0, 1.0, 2.0, 3.0])
-    sampler.incoming(slots, brought)
+    sampler.replace_samples(slots, brought)
     after = sampler.state_dict()
-    assert sampler.scores_of(slots).tolist() == brought.tolist()
-    assert sampler.scores_of(slots).dtype == torch.float32
+    assert sampler.get_scores(slots).tolist() == brought.tolist()
+    assert sampler.get_scores(slots).dtype == torch.float32
     others = torch.tensor([each for each in range(N) if each not in slots.tolist()])
     assert torch.equal(after["scores"][others], before["scores"][others])
     assert all(same_tree(after[key], before[key]) for key in before if key not in ("scores", "made"))
@@ -614,16 +618,16 @@ def test_what_comes_takes_the_slot_and_the_group_and_brings_its_score() -> None:
 def test_more_groups_than_samples_are_refused() -> None:
     sampler = paper(0)
     with pytest.raises(ConfigError, match="groups 8 for the 7 samples of this replica"):
-        sampler.next(view(0, 7))
+        sampler.draw(view(0, 7))
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, -0.5])
 def test_scores_that_are_not_finite_end_the_run_and_those_below_zero_are_refused(odd: float) -> None:
     sampler = paper(0)
-    sampler.next(view(0))
+    sampler.draw(view(0))
     says = "are below 0" if odd == -0.5 else "are not finite: lower the learning rate"
     with pytest.raises((RunLost, ConfigError), match=f"2 of 3 scores at step 17 {says}"):
-        sampler.scored(torch.arange(3), torch.tensor([odd, 1.0, odd]), 17)
+        sampler.record_scores(torch.arange(3), torch.tensor([odd, 1.0, odd]), 17)
 
 
 @pytest.mark.parametrize(
@@ -655,4 +659,4 @@ def test_bad_options(option: str, said: str) -> None:
 
 def test_by_time_any_number_of_groups_may_be_chosen() -> None:
     sampler = paper(0, groups="bacc", chosen=50)
-    assert len(sampler.next(view(0)).ids) == 8
+    assert len(sampler.draw(view(0)).ids) == 8

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.sampling.importance import (
-    Renewal,
-    importance_weights,
-    included,
-    quantiles,
-    quotas,
-    rank_changes,
-    smoothed,
-    systematic,
-    variance_ratio,
-    with_replacement,
-    without_replacement,
+    ScoreRenewal,
+    compute_importance_weights,
+    compute_inclusion,
+    compute_quantiles,
+    compute_rank_changes,
+    compute_variance_ratio,
+    draw_systematic,
+    draw_with_replacement,
+    draw_without_replacement,
+    smooth_scores,
+    split_quotas,
 )
 
 SCORES = st.lists(st.floats(0, 2.0**40, width=32), min_size=1, max_size=30).map(torch.tensor)
@@ -36,8 +36,8 @@ def random(seed: int = 0) -> torch.Generator:
 
 @given(scores=SCORES, smoothing=st.floats(0.01, 8))
 def test_weights_have_their_bound_and_make_the_mean_of_a_group(scores: Tensor, smoothing: float) -> None:
-    importances = smoothed(scores, smoothing)
-    weights = importance_weights(importances)
+    importances = smooth_scores(scores, smoothing)
+    weights = compute_importance_weights(importances)
     assert float(weights.max()) <= (1 + smoothing) / smoothing * (1 + 1e-9)
     assert float(weights.min()) > 0
     q = importances / importances.sum()
@@ -45,13 +45,13 @@ def test_weights_have_their_bound_and_make_the_mean_of_a_group(scores: Tensor, s
 
 
 def test_smoothing_adds_a_part_of_the_mean() -> None:
-    assert smoothed(torch.tensor([0.0, 1.0, 5.0]), 0.5).tolist() == [1.0, 2.0, 6.0]
-    assert importance_weights(torch.tensor([1.0, 2.0, 6.0])).tolist() == [3.0, 1.5, 0.5]
+    assert smooth_scores(torch.tensor([0.0, 1.0, 5.0]), 0.5).tolist() == [1.0, 2.0, 6.0]
+    assert compute_importance_weights(torch.tensor([1.0, 2.0, 6.0])).tolist() == [3.0, 1.5, 0.5]
 
 
 def test_scores_of_zero_alone_leave_it_uniform() -> None:
-    assert smoothed(torch.zeros(4), 0.5).tolist() == [1.0] * 4
-    assert importance_weights(smoothed(torch.zeros(4), 0.5)).tolist() == [1.0] * 4
+    assert smooth_scores(torch.zeros(4), 0.5).tolist() == [1.0] * 4
+    assert compute_importance_weights(smooth_scores(torch.zeros(4), 0.5)).tolist() == [1.0] * 4
 
 
 # --- what they are worth ----------------------------------------------------------------------------------------
@@ -74,30 +74,30 @@ def test_drawing_by_gradient_norms_has_a_smaller_variance_than_uniform(
     sizes = (spread * torch.randn(12, 1, dtype=torch.float64, generator=generator)).exp()
     gradients = sizes * torch.randn(12, 3, dtype=torch.float64, generator=generator)
     norms = gradients.norm(dim=1)
-    importances = smoothed(norms, smoothing)
+    importances = smooth_scores(norms, smoothing)
     by_norm, second = moments(gradients, importances / importances.sum())
     uniform, plain = moments(gradients, torch.full((12,), 1 / 12, dtype=torch.float64))
     assert by_norm < uniform
-    assert variance_ratio(norms, smoothed(norms, smoothing)) == pytest.approx(second / plain)
+    assert compute_variance_ratio(norms, smooth_scores(norms, smoothing)) == pytest.approx(second / plain)
 
 
 @given(scores=SCORES, smoothing=st.floats(0, 8))
 def test_less_smoothing_is_worth_more_and_none_the_most(scores: Tensor, smoothing: float) -> None:
     assume(bool((scores > 0).any()))
-    ratio = variance_ratio(scores, smoothed(scores, smoothing))
+    ratio = compute_variance_ratio(scores, smooth_scores(scores, smoothing))
     best = float(scores.double().mean() ** 2 / (scores.double() ** 2).mean())
     assert best * (1 - 1e-9) <= ratio <= 1 + 1e-9
-    assert variance_ratio(scores, smoothed(scores, 0.0)) == pytest.approx(best)
-    assert variance_ratio(scores, smoothed(scores, smoothing + 1)) >= ratio * (1 - 1e-9)
+    assert compute_variance_ratio(scores, smooth_scores(scores, 0.0)) == pytest.approx(best)
+    assert compute_variance_ratio(scores, smooth_scores(scores, smoothing + 1)) >= ratio * (1 - 1e-9)
 
 
 def test_drawing_against_the_norms_is_worse_than_uniform() -> None:
-    assert variance_ratio(torch.tensor([1.0, 3.0]), torch.tensor([3.0, 1.0])) > 1
+    assert compute_variance_ratio(torch.tensor([1.0, 3.0]), torch.tensor([3.0, 1.0])) > 1
 
 
 def test_the_variance_ratio_of_nothing_is_that_of_uniform() -> None:
-    assert variance_ratio(torch.zeros(3), torch.ones(3)) == 1
-    assert variance_ratio(torch.empty(0), torch.empty(0)) == 1
+    assert compute_variance_ratio(torch.zeros(3), torch.ones(3)) == 1
+    assert compute_variance_ratio(torch.empty(0), torch.empty(0)) == 1
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any).map(to
 
 @given(sizes=SIZES, total=st.integers(0, 200), seed=st.integers(0, 100))
 def test_quotas_sum_up_and_are_shares_rounded_up_or_down(sizes: Tensor, total: int, seed: int) -> None:
-    found = quotas(total, sizes, random(seed)).tolist()
+    found = split_quotas(total, sizes, random(seed)).tolist()
     assert sum(found) == total
     whole = int(sizes.sum())
     for quota, size in zip(found, sizes.tolist(), strict=True):
@@ -117,13 +117,13 @@ def test_quotas_sum_up_and_are_shares_rounded_up_or_down(sizes: Tensor, total: i
 def test_quotas_expect_to_be_the_shares() -> None:
     sizes, total, tries = torch.tensor([1, 5, 4, 7]), 8, 4000
     generator = random()
-    mean = torch.stack([quotas(total, sizes, generator) for _ in range(tries)]).double().mean(0)
+    mean = torch.stack([split_quotas(total, sizes, generator) for _ in range(tries)]).double().mean(0)
     assert torch.allclose(mean, total * sizes.double() / 17, atol=4 * 0.5 / math.sqrt(tries))
 
 
 def test_draws_with_replacement_go_by_importance() -> None:
     importances, tries = torch.tensor([0.0, 1.0, 0.0, 3.0, 6.0, 0.0]), 20_000
-    found = torch.bincount(with_replacement(importances, tries, random()), minlength=6) / tries
+    found = torch.bincount(draw_with_replacement(importances, tries, random()), minlength=6) / tries
     wanted = importances / 10
     assert bool((found[wanted == 0] == 0).all())
     assert bool(((found - wanted).abs() <= 4 * (wanted * (1 - wanted) / tries).sqrt()).all())
@@ -133,13 +133,13 @@ def test_the_least_random_number_there_is_draws_nothing_of_no_importance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "rand", lambda count, **_: torch.zeros(count, dtype=torch.float64))
-    assert with_replacement(torch.tensor([0.0, 0.0, 2.0, 1.0]), 2, random()).tolist() == [2, 2]
+    assert draw_with_replacement(torch.tensor([0.0, 0.0, 2.0, 1.0]), 2, random()).tolist() == [2, 2]
 
 
 def test_draws_without_replacement_go_by_importance_among_those_left() -> None:
     importances, tries = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64), 8000
     generator = random()
-    pairs = torch.stack([without_replacement(importances.log(), 2, generator) for _ in range(tries)])
+    pairs = torch.stack([draw_without_replacement(importances.log(), 2, generator) for _ in range(tries)])
     for first in range(3):
         for second in range(3):
             found = float(((pairs[:, 0] == first) & (pairs[:, 1] == second)).double().mean())
@@ -150,22 +150,22 @@ def test_draws_without_replacement_go_by_importance_among_those_left() -> None:
 
 def test_without_replacement_takes_all_there_are_whatever_their_importance() -> None:
     logs = torch.tensor([-math.inf, 0.0, -5000.0, -math.inf])
-    found = without_replacement(logs, 4, random()).tolist()
+    found = draw_without_replacement(logs, 4, random()).tolist()
     assert found[:2] == [1, 2]
     assert sorted(found) == [0, 1, 2, 3]
 
 
 def test_quantiles_are_scores_that_so_many_do_not_exceed() -> None:
     scores = torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0])
-    assert quantiles(scores, [0, 20, 21, 50, 80, 81, 100]) == [1, 1, 2, 3, 4, 5, 5]
-    assert quantiles(scores[:1], [5, 95]) == [5, 5]
+    assert compute_quantiles(scores, [0, 20, 21, 50, 80, 81, 100]) == [1, 1, 2, 3, 4, 5, 5]
+    assert compute_quantiles(scores[:1], [5, 95]) == [5, 5]
 
 
 def test_rank_changes_are_places_and_equal_scores_stay_in_order() -> None:
     before = torch.tensor([3.0, 1.0, 2.0, 0.0])
-    assert rank_changes(before, before * 7).tolist() == [0, 0, 0, 0]
-    assert rank_changes(before, torch.tensor([0.0, 1.0, 2.0, 3.0])).tolist() == [3, 0, 0, 3]
-    assert rank_changes(torch.zeros(3), torch.ones(3)).tolist() == [0, 0, 0]
+    assert compute_rank_changes(before, before * 7).tolist() == [0, 0, 0, 0]
+    assert compute_rank_changes(before, torch.tensor([0.0, 1.0, 2.0, 3.0])).tolist() == [3, 0, 0, 3]
+    assert compute_rank_changes(torch.zeros(3), torch.ones(3)).tolist() == [0, 0, 0]
 
 
 # --- draws without replacement in one go --------------------------------------------------------------------------
@@ -175,8 +175,8 @@ def test_rank_changes_are_places_and_equal_scores_stay_in_order() -> None:
 def test_a_batch_includes_a_sample_in_proportion_until_it_is_certain(
     scores: Tensor, count: int, smoothing: float
 ) -> None:
-    importances = smoothed(scores, smoothing)
-    expected = included(importances, count)
+    importances = smooth_scores(scores, smoothing)
+    expected = compute_inclusion(importances, count)
     assert float(expected.sum()) == pytest.approx(count)
     if count > len(scores):
         assert torch.allclose(expected, count * importances / importances.sum())
@@ -194,8 +194,8 @@ def test_a_batch_includes_a_sample_in_proportion_until_it_is_certain(
 def test_a_systematic_draw_rounds_each_expected_number_up_or_down(
     scores: Tensor, count: int, seed: int
 ) -> None:
-    expected = included(smoothed(scores, 0.02), count)
-    rows = systematic(expected, random(seed))
+    expected = compute_inclusion(smooth_scores(scores, 0.02), count)
+    rows = draw_systematic(expected, random(seed))
     assert len(rows) == count
     times = torch.bincount(rows, minlength=len(scores))
     assert bool((times >= (expected - 1e-9).floor()).all())
@@ -203,9 +203,14 @@ def test_a_systematic_draw_rounds_each_expected_number_up_or_down(
 
 
 def test_a_systematic_draw_includes_each_sample_as_often_as_it_should() -> None:
-    expected, tries, source = included(torch.tensor([0.1, 1, 2, 3, 4, 9.0]).double(), 3), 4000, random()
+    expected, tries, source = (
+        compute_inclusion(torch.tensor([0.1, 1, 2, 3, 4, 9.0]).double(), 3),
+        4000,
+        random(),
+    )
     found = (
-        torch.bincount(torch.cat([systematic(expected, source) for _ in range(tries)]), minlength=6) / tries
+        torch.bincount(torch.cat([draw_systematic(expected, source) for _ in range(tries)]), minlength=6)
+        / tries
     )
     assert bool(((found - expected).abs() <= 4 * (expected * (1 - expected) / tries).sqrt()).all())
     assert found[5] == 1
@@ -214,22 +219,22 @@ def test_a_systematic_draw_includes_each_sample_as_often_as_it_should() -> None:
 def test_no_period_in_the_data_meets_the_interval_of_the_draw() -> None:
     """Classes in turn, ten of them, and a batch that takes one sample in ten."""
     for seed in range(100):
-        rows = systematic(torch.full((200,), 0.1).double(), random(seed))
+        rows = draw_systematic(torch.full((200,), 0.1).double(), random(seed))
         assert len((rows % 10).unique()) > 2
 
 
 @given(seed=st.integers(0, 1000))
 def test_the_variance_ratio_of_drawn_samples_estimates_that_of_all(seed: int) -> None:
     scores = torch.randn(4000, generator=random(seed)).double().exp()
-    expected = included(smoothed(scores.roll(1) + scores, 0.25), 800)
-    rows = systematic(expected, random(seed))
+    expected = compute_inclusion(smooth_scores(scores.roll(1) + scores, 0.25), 800)
+    rows = draw_systematic(expected, random(seed))
     weights = 0.2 / expected[rows]
-    found = variance_ratio(scores[rows], smoothed(scores[rows], 0.02, weights), weights)
-    assert found == pytest.approx(variance_ratio(scores, smoothed(scores, 0.02)), rel=0.25)
+    found = compute_variance_ratio(scores[rows], smooth_scores(scores[rows], 0.02, weights), weights)
+    assert found == pytest.approx(compute_variance_ratio(scores, smooth_scores(scores, 0.02)), rel=0.25)
 
 
 @pytest.mark.parametrize("count", [7, 8])
 def test_eight_scores_are_enough_to_tell_how_ranks_have_moved(count: int) -> None:
-    renewal, scores = Renewal(), torch.arange(float(count))
+    renewal, scores = ScoreRenewal(), torch.arange(float(count))
     renewal.add(scores, scores, torch.full((count,), 3), step=5)
-    assert renewal.told(5)["score_age"] == (None if count < 8 else 3.0)
+    assert renewal.get_stats(5)["score_age"] == (None if count < 8 else 3.0)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.sampling import Rule
-from farflung.sampling.importance import included, smoothed
-from farflung.sampling.rules import NEVER
+from farflung.sampling import DrawRule
+from farflung.sampling.importance import compute_inclusion, smooth_scores
+from farflung.sampling.rules import UNSCORED
 from tests.covering import thorough
 
 N, M, B, TRIES = 120, 30, 6, 1000
@@ -21,10 +21,10 @@ VALUES = NOW.double() * 2 + torch.linspace(0, 3, N, dtype=torch.float64)
 KNOWN = torch.arange(N) % 3 > 0
 CACHES = {
     "fresh": NOW,
-    "none": torch.full((N,), NEVER),
+    "none": torch.full((N,), UNSCORED),
     "of long ago": NOW.flip(0),
     "turned round": NOW.max() - NOW,
-    "of some": torch.where(KNOWN, NOW**2, NEVER),
+    "of some": torch.where(KNOWN, NOW**2, UNSCORED),
     "all zero": torch.zeros(N),
 }
 
@@ -39,13 +39,13 @@ def off(means: list[Tensor]) -> float:
     "cache", ["turned round", "of some", *thorough("fresh", "none", "of long ago", "all zero")]
 )
 def test_both_stages_expect_the_mean_over_all_samples(cache: str) -> None:
-    rule = Rule("tried", 0.02, 4)
+    rule = DrawRule("tried", 0.02, 4)
     first, second = [], []
     for at in range(TRIES):
-        rows, weights = rule.candidates(CACHES[cache], M, at, two=True)
+        rows, weights = rule.choose_candidates(CACHES[cache], M, at, is_two_stage=True)
         assert len(rows.unique()) == M
         first.append((weights * VALUES[rows]).mean())
-        drawn, weighed = rule.batch(NOW[rows], weights, B, at)
+        drawn, weighed = rule.draw_batch(NOW[rows], weights, B, at)
         assert len(drawn.unique()) == B
         second.append((weighed * VALUES[rows[drawn]]).mean())
     assert off(first) < 4
@@ -55,18 +55,18 @@ def test_both_stages_expect_the_mean_over_all_samples(cache: str) -> None:
 @pytest.mark.parametrize("size", [B // 2, B, M])
 def test_a_batch_expects_the_mean_over_its_candidates(size: int) -> None:
     """Also of fewer than a batch takes."""
-    rule, rows = Rule("tried", 0.02, 4), torch.arange(size)
+    rule, rows = DrawRule("tried", 0.02, 4), torch.arange(size)
     means = []
     for at in range(TRIES):
-        drawn, weights = rule.batch(NOW[rows], torch.ones(size).double(), B, at)
+        drawn, weights = rule.draw_batch(NOW[rows], torch.ones(size).double(), B, at)
         assert len(drawn) == B
         means.append((weights * VALUES[drawn]).mean() - VALUES[rows].mean() + VALUES.mean())
     assert off(means) < 4
 
 
 def test_candidates_of_the_pool_are_all_samples_in_turn() -> None:
-    rule = Rule("tried", 0.02, 4)
-    taken = [rule.candidates(NOW, M, at, two=False)[0] for at in range(8)]
+    rule = DrawRule("tried", 0.02, 4)
+    taken = [rule.choose_candidates(NOW, M, at, is_two_stage=False)[0] for at in range(8)]
     for turn in (taken[:4], taken[4:], taken[2:6]):
         assert sorted(torch.cat(turn).tolist()) == list(range(N))
     assert rule.state_dict() == {"cursor": 0}
@@ -74,10 +74,10 @@ def test_candidates_of_the_pool_are_all_samples_in_turn() -> None:
 
 
 def test_what_a_stream_does_not_draw_is_left_the_rest_of_its_share() -> None:
-    rule, shares = Rule("tried", 0.02, 4), torch.linspace(0.2, 1.5, N, dtype=torch.float64)
+    rule, shares = DrawRule("tried", 0.02, 4), torch.linspace(0.2, 1.5, N, dtype=torch.float64)
     left = torch.tensor([1.0, 2.0, 5.0, math.inf], dtype=torch.float64).repeat(N // 4)
-    _, _, rest = rule.stream_batch(NOW, shares, left, B, 0)
-    drawn = included(smoothed(NOW.double(), 0.02), B)
+    _, _, rest = rule.draw_stream_batch(NOW, shares, left, B, 0)
+    drawn = compute_inclusion(smooth_scores(NOW.double(), 0.02), B)
     ever = 1 - (1 - drawn) ** left
     torch.testing.assert_close(drawn * shares / ever + (1 - drawn) * rest, shares)
     assert float(rest[left == 1].max()) < 1e-12
@@ -85,12 +85,12 @@ def test_what_a_stream_does_not_draw_is_left_the_rest_of_its_share() -> None:
 
 
 def test_weights_have_their_bounds() -> None:
-    rule = Rule("tried", 0.02, 4)
+    rule = DrawRule("tried", 0.02, 4)
     for cache in CACHES.values():
         for at in range(20):
-            rows, weights = rule.candidates(cache, M, at, two=True)
+            rows, weights = rule.choose_candidates(cache, M, at, is_two_stage=True)
             assert float(weights.max()) <= 5 * (1 + 1e-9)
             for scores in (NOW[rows], NOW[rows] ** 8, torch.zeros(M)):
-                _, weighed = rule.batch(scores, weights, B, at)
+                _, weighed = rule.draw_batch(scores, weights, B, at)
                 assert float(weighed.max()) <= (1 + 0.02 * float(weights.mean())) / 0.02 * (1 + 1e-6)
                 assert float(weighed.min()) > 0

@@ -16,19 +16,19 @@ from farflung.devices import DeviceProfile
 from farflung.engine import AccumulatedGradient
 from farflung.errors import ConfigError
 from farflung.loop import Replica
-from farflung.recipes import recipe
+from farflung.recipes import parse_recipe
 from farflung.runs import make_replica
-from farflung.sampling import GroupedImportance, Uniform
-from farflung.sampling.scoring import ScoringSampler, scores_of, still
+from farflung.sampling import GroupedImportance, UniformSampler
+from farflung.sampling.scoring import ScoringSampler, freeze_batch_norm, score_batch
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
-from farflung.types import Batch, Decision, Draw, Due, Json, PoolView, SampleIds, Spare
+from farflung.types import Batch, Decision, Draw, DrawContext, Json, SampleIds, ScoringTimes, WaitWork
 from farflung.workloads import Quadratic
 from tests.covering import thorough
 from tests.helpers import same_bits
 
 
-class Scored(ScoringSampler, Uniform):
+class Scored(ScoringSampler, UniformSampler):
     """Uniform sampling that has some samples scored all the same.
 
     Args:
@@ -44,17 +44,19 @@ class Scored(ScoringSampler, Uniform):
         super().__init__(seed)
         self.scored_by, self.statistics, self._chunks = by, statistics, chunks
         self.seen: list[tuple[int, list[int], Tensor]] = []
-        self.spares: list[Spare] = []
+        self.spares: list[ScoringTimes] = []
 
-    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
-        assert isinstance(view.pool, int)
-        return Due([torch.arange(count) for count in self._chunks])
+    def plan_wait(
+        self, context: DrawContext, decide: Callable[[str, int, Callable[[], Json]], Decision]
+    ) -> WaitWork:
+        assert isinstance(context.pool, int)
+        return WaitWork([torch.arange(count) for count in self._chunks])
 
-    def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:
+    def record_scores(self, ids: SampleIds, scores: Tensor, step: int) -> None:
         self.seen.append((step, ids.tolist(), scores))
 
-    def observe(self, spare: Spare) -> None:
-        self.spares.append(spare)
+    def record_times(self, times: ScoringTimes) -> None:
+        self.spares.append(times)
 
 
 class Net(nn.Module):
@@ -92,7 +94,7 @@ def test_a_score_leaves_no_trace(by: Any) -> None:
     net, batch = Net(), some()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     random = torch.get_rng_state()
-    scores = scores_of(Classes(), net, batch, by)  # type: ignore[arg-type]
+    scores = score_batch(Classes(), net, batch, by)  # type: ignore[arg-type]
     assert scores.dtype == torch.float32
     assert scores.shape == (5,)
     assert not scores.requires_grad
@@ -108,8 +110,8 @@ def test_scores_are_losses_and_norms_of_their_gradients_by_the_output() -> None:
     losses = nn.functional.cross_entropy(outputs, batch.targets, reduction="none")
     norms = (outputs.softmax(dim=1) - nn.functional.one_hot(batch.targets, 3)).norm(dim=1)
     net.train()
-    torch.testing.assert_close(scores_of(Classes(), net, batch, "loss"), losses)  # type: ignore[arg-type]
-    torch.testing.assert_close(scores_of(Classes(), net, batch, "gradient_bound"), norms)  # type: ignore[arg-type]
+    torch.testing.assert_close(score_batch(Classes(), net, batch, "loss"), losses)  # type: ignore[arg-type]
+    torch.testing.assert_close(score_batch(Classes(), net, batch, "gradient_bound"), norms)  # type: ignore[arg-type]
 
 
 def test_a_loss_that_is_not_per_sample_is_refused() -> None:
@@ -118,7 +120,7 @@ def test_a_loss_that_is_not_per_sample_is_refused() -> None:
             return super().loss(model, batch).mean()
 
     with pytest.raises(ConfigError, match=r"own/classes: its loss of 5 samples has shape \(\)"):
-        scores_of(Mean(), Net(), some(), "loss")  # type: ignore[arg-type]
+        score_batch(Mean(), Net(), some(), "loss")  # type: ignore[arg-type]
 
 
 def test_a_loss_that_is_not_of_the_output_has_no_bound() -> None:
@@ -128,7 +130,7 @@ def test_a_loss_that_is_not_of_the_output_has_no_bound() -> None:
             return batch.inputs.sum(dim=1)
 
     with pytest.raises(ConfigError, match="choose scored_by='loss'"):
-        scores_of(Weights(), Net(), some(), "gradient_bound")  # type: ignore[arg-type]
+        score_batch(Weights(), Net(), some(), "gradient_bound")  # type: ignore[arg-type]
 
 
 # --- when it is taken -------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ def run(
         make_replica(
             runtime,
             Quadratic(dim=6, samples=64),
-            recipe("synchronous").but(schedule=schedule, sampler=sampler),
+            parse_recipe("synchronous").with_members(schedule=schedule, sampler=sampler),
             Training(steps, BATCH, 0.05, seed=3),
             Telemetry(rank, events[rank].append),
             shares=[torch.arange(0, 40), torch.arange(40, 64)],
@@ -171,7 +173,7 @@ def test_scores_are_taken_while_the_exchange_is_under_way() -> None:
     assert steps_of(events[0], "duration_s") == [pytest.approx(computing + LATENCY_S)] * 3
     assert steps_of(events[0], "scoring_s") == [pytest.approx(5 * SAMPLE_S)] * 3
     assert steps_of(events[0], "exposed_s") == [pytest.approx(LATENCY_S - 5 * SAMPLE_S)] * 3
-    sampler = first.parts.sampler
+    sampler = first.components.sampler
     assert isinstance(sampler, Scored)
     assert [(step, ids) for step, ids, _ in sampler.seen] == [
         (step, ids) for step in range(3) for ids in ([0, 1, 2], [0, 1])
@@ -179,7 +181,7 @@ def test_scores_are_taken_while_the_exchange_is_under_way() -> None:
     for spare in sampler.spares:
         seconds = (spare.compute_s, spare.wait_s, spare.scoring_s)
         assert seconds == pytest.approx((computing, LATENCY_S, 5 * SAMPLE_S))
-        assert (spare.scored, spare.overlaps) == (5, False)
+        assert (spare.num_scored, spare.has_overlap) == (5, False)
 
 
 def test_what_takes_longer_than_the_exchange_is_waited_for_and_seen() -> None:
@@ -187,8 +189,8 @@ def test_what_takes_longer_than_the_exchange_is_waited_for_and_seen() -> None:
     computing = 3 * BATCH * SAMPLE_S
     assert steps_of(events[0], "duration_s") == [pytest.approx(computing + 16 * SAMPLE_S)] * 3
     assert steps_of(events[0], "exposed_s") == [pytest.approx(0)] * 3
-    assert isinstance(first.parts.sampler, Scored)
-    assert [spare.wait_s for spare in first.parts.sampler.spares] == [pytest.approx(LATENCY_S)] * 3
+    assert isinstance(first.components.sampler, Scored)
+    assert [spare.wait_s for spare in first.components.sampler.spares] == [pytest.approx(LATENCY_S)] * 3
     end = events[0][-1]
     assert end["time_s"]["scoring"] == pytest.approx(3 * 16 * SAMPLE_S)  # type: ignore[index,call-overload]
 
@@ -198,29 +200,29 @@ def test_what_is_left_of_the_time_is_nothing_where_it_may_be_rounding_alone() ->
     assert events[0][-1]["time_s"]["other"] == 0.0  # type: ignore[index,call-overload]
     for off_s, left_s in [(math.ulp(8.0), 0.0), (-math.ulp(8.0), 0.0), (1e-6, -1e-6), (-1e-6, 1e-6)]:
         first.time_s.compute += off_s
-        assert first._leg().time_s.other == pytest.approx(left_s, abs=1e-12)
-        assert bool(first._leg().time_s.other) == bool(left_s), "a part that is counted twice shows"
+        assert first._build_leg().time_s.other == pytest.approx(left_s, abs=1e-12)
+        assert bool(first._build_leg().time_s.other) == bool(left_s), "a part that is counted twice shows"
         first.time_s.compute -= off_s
 
 
 def test_exchanges_beside_computing_say_so() -> None:
     (first, _), _ = run(Scored, schedule="pipelined(width=2)")
-    assert isinstance(first.parts.sampler, Scored)
-    assert all(spare.overlaps for spare in first.parts.sampler.spares)
+    assert isinstance(first.components.sampler, Scored)
+    assert all(spare.has_overlap for spare in first.components.sampler.spares)
 
 
 def test_scores_are_those_of_the_model_before_the_update_and_change_no_bit() -> None:
     scored, _ = run(Scored)
-    plain, events = run(Uniform)
+    plain, events = run(UniformSampler)
     for one, other in zip(scored, plain, strict=True):
         for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
             assert same_bits(a, b)
     assert all("scoring_s" not in event for event in events[0])
-    assert isinstance(scored[0].parts.sampler, Scored)
+    assert isinstance(scored[0].components.sampler, Scored)
     fresh, _ = run(Scored, steps=1)
-    assert isinstance(fresh[0].parts.sampler, Scored)
-    at_start = fresh[0].parts.sampler.seen[0][2]
-    assert same_bits(scored[0].parts.sampler.seen[0][2], at_start)
+    assert isinstance(fresh[0].components.sampler, Scored)
+    at_start = fresh[0].components.sampler.seen[0][2]
+    assert same_bits(scored[0].components.sampler.seen[0][2], at_start)
 
 
 def test_a_sampler_that_scores_needs_a_share() -> None:
@@ -229,7 +231,7 @@ def test_a_sampler_that_scores_needs_a_share() -> None:
         make_replica(
             world.runtimes[0],
             Quadratic(dim=6, samples=64),
-            recipe("synchronous").but(sampler=Scored),
+            parse_recipe("synchronous").with_members(sampler=Scored),
             Training(2, BATCH, 0.05),
         )
 
@@ -242,25 +244,27 @@ class Picks(Scored):
         self.pools: list[list[int]] = []
         self.left: list[list[int]] = []
 
-    def next(self, view: PoolView) -> Draw:
-        assert isinstance(view.pool, Tensor)
-        self.pools.append(view.pool.tolist())
-        return Draw(view.pool[::2][: view.batch_size].repeat_interleave(2)[: view.batch_size])
+    def draw(self, context: DrawContext) -> Draw:
+        assert isinstance(context.pool, Tensor)
+        self.pools.append(context.pool.tolist())
+        return Draw(context.pool[::2][: context.batch_size].repeat_interleave(2)[: context.batch_size])
 
-    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
-        assert isinstance(view.pool, Tensor)
-        self.left.append(view.pool.tolist())
-        return Due([view.pool])
+    def plan_wait(
+        self, context: DrawContext, decide: Callable[[str, int, Callable[[], Json]], Decision]
+    ) -> WaitWork:
+        assert isinstance(context.pool, Tensor)
+        self.left.append(context.pool.tolist())
+        return WaitWork([context.pool])
 
 
 def test_of_a_stream_all_that_a_step_may_take_is_to_pick_from_and_what_was_not_picked_stays() -> None:
     stream = "rate(100.0, least=4, most=12, backlog=12)"
-    parts = recipe("synchronous").but(sampler=Picks, stream=stream)
+    parts = parse_recipe("synchronous").with_members(sampler=Picks, stream=stream)
     training = Training(steps=6, batch_size=4, learning_rate=0.05, seed=3)
     world = VirtualWorld(1, seconds_per_sample=0.01)
     replica = make_replica(world.runtimes[0], Quadratic(dim=6, samples=64), parts, training)
     world.run([replica.run()])
-    sampler = replica.parts.sampler
+    sampler = replica.components.sampler
     assert isinstance(sampler, Picks)
     for step, (pool, left) in enumerate(zip(sampler.pools, sampler.left, strict=True)):
         assert 4 <= len(pool) <= 12
@@ -269,25 +273,25 @@ def test_of_a_stream_all_that_a_step_may_take_is_to_pick_from_and_what_was_not_p
     assert len(sampler.pools[-1]) == 12, "more came than was used"
 
 
-class Weighed(Uniform):
+class Weighed(UniformSampler):
     """Steps that weigh by the replica's share, with something to tell."""
 
-    def next(self, view: PoolView) -> Draw:
-        return Draw(super().next(view).ids, weight=view.share, told={"said": view.step})
+    def draw(self, context: DrawContext) -> Draw:
+        return Draw(super().draw(context).ids, weight=context.share, telemetry={"said": context.step})
 
 
 def test_a_draw_weighs_and_tells() -> None:
     replicas, events = run(Weighed, steps=1)
     assert steps_of(events[0], "said") == [0]
     task, shares = Quadratic(dim=6, samples=64), (torch.arange(40), torch.arange(40, 64))
-    plain, training = recipe("synchronous"), Training(1, BATCH, 0.05, seed=3)
+    plain, training = parse_recipe("synchronous"), Training(1, BATCH, 0.05, seed=3)
     model = make_replica(VirtualWorld(1).runtimes[0], task, plain, training).model
     (parameter,) = model.parameters()
     gradient = torch.zeros_like(parameter)
     for rank, (share, weight) in enumerate(zip(shares, (40 / 32, 24 / 32), strict=True)):
-        ids = plain.parts(3, rank).sampler.next(PoolView(0, 0, 1, BATCH, len(share))).ids
+        ids = plain.build_components(3, rank).sampler.draw(DrawContext(0, 0, 1, BATCH, len(share))).ids
         model.zero_grad()
-        task.loss(model, task.datasets()[0].take(share[ids], train=True)).mean().backward()
+        task.compute_losses(model, task.load_datasets()[0].take(share[ids], train=True)).mean().backward()
         assert parameter.grad is not None
         gradient += weight * parameter.grad / 2
     (moved,) = replicas[0].model.parameters()
@@ -301,29 +305,31 @@ class Fills(Scored):
     """Has the gradients of some samples computed."""
 
     @override
-    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
-        return Due((), [torch.arange(4, 6), torch.arange(9, 10)])
+    def plan_wait(
+        self, context: DrawContext, decide: Callable[[str, int, Callable[[], Json]], Decision]
+    ) -> WaitWork:
+        return WaitWork((), [torch.arange(4, 6), torch.arange(9, 10)])
 
 
 def test_gradients_of_the_wait_are_in_the_next_steps_mean_by_their_samples() -> None:
     replicas, events = run(Fills, steps=2)
     assert steps_of(events[0], "scoring_s") == [pytest.approx(3 * 3 * SAMPLE_S)] * 2
     task, shares = Quadratic(dim=6, samples=64), (torch.arange(40), torch.arange(40, 64))
-    plain, training = recipe("synchronous"), Training(2, BATCH, 0.05, seed=3)
+    plain, training = parse_recipe("synchronous"), Training(2, BATCH, 0.05, seed=3)
     model = make_replica(VirtualWorld(1).runtimes[0], task, plain, training).model
     (parameter,) = model.parameters()
-    samplers = [plain.parts(3, rank).sampler for rank in range(2)]
+    samplers = [plain.build_components(3, rank).sampler for rank in range(2)]
 
     def gradient(ids: Tensor) -> Tensor:
-        batch = task.datasets()[0].take(ids, train=True)
-        (found,) = torch.autograd.grad(task.loss(model, batch).mean(), parameter)
+        batch = task.load_datasets()[0].take(ids, train=True)
+        (found,) = torch.autograd.grad(task.compute_losses(model, batch).mean(), parameter)
         return found
 
     held: list[Tensor] = []
     for step in range(2):
         means = []
         for rank, (sampler, share) in enumerate(zip(samplers, shares, strict=True)):
-            own = gradient(share[sampler.next(PoolView(step, 0, 1, BATCH, len(share))).ids])
+            own = gradient(share[sampler.draw(DrawContext(step, 0, 1, BATCH, len(share))).ids])
             means.append((4 * own + 3 * held[rank]) / 7 if held else own)
         held = [gradient(share[torch.tensor([4, 5, 9])]) for share in shares]
         with torch.no_grad():
@@ -338,13 +344,13 @@ def test_what_is_held_goes_on_from_its_state_and_is_given_once() -> None:
     assert held.state_dict() == {}
     held.add(net(torch.ones(2, 3)).squeeze(1))
     resumed.load_state_dict(held.state_dict())
-    assert held.share(6) == resumed.share(6) == 0.75
+    assert held.compute_share(6) == resumed.compute_share(6) == 0.75
     for one, model in ((held, net), (resumed, other)):
-        one.load(6)
+        one.load_gradients(6)
         assert model.weight.grad is not None
         assert model.weight.grad.tolist() == [[0.25] * 3]
         model.weight.grad = None
-        one.load(6)
+        one.load_gradients(6)
         assert model.weight.grad is None
 
 
@@ -352,7 +358,7 @@ def test_gradients_that_are_not_finite_are_left_out() -> None:
     net = nn.Linear(3, 1)
     held = AccumulatedGradient(net)
     held.add(net(torch.tensor([[1.0, math.nan, 0.0]])).squeeze(1))
-    assert held.share(6) == 1
+    assert held.compute_share(6) == 1
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -360,11 +366,11 @@ def test_inside_still_no_running_statistics_move(momentum: float | None) -> None
     net = Net()
     net.norm.momentum = momentum
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    with still(net):
+    with freeze_batch_norm(net):
         moved = net(some().inputs)
     assert all(same_bits(value, before[name]) for name, value in net.state_dict().items())
     net.drop.p = 0.0
-    with still(net):
+    with freeze_batch_norm(net):
         moved = net(some().inputs)
     torch.testing.assert_close(moved, net(some().inputs)), "the batch's own statistics are used"
     assert net.norm.momentum == momentum
@@ -379,11 +385,11 @@ class ByTime(GroupedImportance):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, rule="paper", groups="bacc", chunk=4, every=5)
-        self.spares: list[Spare] = []
+        self.spares: list[ScoringTimes] = []
 
-    def observe(self, spare: Spare) -> None:
-        self.spares.append(spare)
-        super().observe(spare)
+    def record_times(self, times: ScoringTimes) -> None:
+        self.spares.append(times)
+        super().record_times(times)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +417,7 @@ def test_groups_by_time_end_within_a_chunk_of_the_aggregation(
         make_replica(
             runtime,
             task,
-            recipe("mercury").but(sharing="none", sampler=ByTime),
+            parse_recipe("mercury").with_members(sharing="none", sampler=ByTime),
             Training(37, BATCH, 0.05, seed=3),
             shares=list(whole.chunk(3)),
         )
@@ -424,10 +430,10 @@ def test_groups_by_time_end_within_a_chunk_of_the_aggregation(
     first, settled = (1, 1) if len(set(speeds)) == 1 else (6, 26)
     most = 0
     for replica, own_s in zip(replicas, forward_s, strict=True):
-        sampler = replica.parts.sampler
+        sampler = replica.components.sampler
         assert isinstance(sampler, ByTime)
         for spare in sampler.spares[first:]:
-            most = max(most, spare.scored)
+            most = max(most, spare.num_scored)
             assert abs(spare.wait_s - spare.scoring_s) <= chunks * 4 * max(forward_s) * (1 + 1e-9)
         for spare in sampler.spares[settled:]:
             assert -1e-9 <= spare.wait_s - spare.scoring_s <= 4 * own_s * (1 + 1e-9)

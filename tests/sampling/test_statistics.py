@@ -12,11 +12,11 @@ from torch import nn
 from typing_extensions import override
 
 from farflung.config import Training
-from farflung.recipes import recipe
+from farflung.recipes import parse_recipe
 from farflung.runs import make_replica
 from farflung.sampling.scoring import ScoringSampler
 from farflung.sim import VirtualWorld
-from farflung.types import Decision, Draw, Due, Json, PoolView
+from farflung.types import Decision, Draw, DrawContext, Json, WaitWork
 from farflung.workloads import Quadratic
 from tests.helpers import same_tree
 
@@ -30,19 +30,21 @@ class Weighed(ScoringSampler):
         self.statistics, self.scored_by, self._is_weighted = statistics, "loss", is_weighted
 
     @override
-    def next(self, view: PoolView) -> Draw:
+    def draw(self, context: DrawContext) -> Draw:
         return Draw(DRAWN, torch.ones(4)) if self._is_weighted else Draw(DRAWN)
 
     @override
-    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
-        return Due([torch.arange(10)], statistics=BESIDE if self.statistics == "uniform" else ())
+    def plan_wait(
+        self, context: DrawContext, decide: Callable[[str, int, Callable[[], Json]], Decision]
+    ) -> WaitWork:
+        return WaitWork([torch.arange(10)], statistics=BESIDE if self.statistics == "uniform" else ())
 
 
 class Normed(Quadratic):
     """A model with running statistics."""
 
     @override
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6, bias=False))
 
 
@@ -52,10 +54,10 @@ def test_running_statistics_are_those_of_batches_or_of_samples_beside_them(
     statistics: Any, is_weighted: bool
 ) -> None:
     world = VirtualWorld(1)
-    parts = recipe("synchronous").but(sampler=lambda seed: Weighed(statistics, is_weighted))
+    parts = parse_recipe("synchronous").with_members(sampler=lambda seed: Weighed(statistics, is_weighted))
     task, training = Normed(dim=6, samples=40), Training(1, 4, 0.05, seed=3)
     replica = make_replica(world.runtimes[0], task, parts, training, shares=[torch.arange(40)])
-    model, data = copy.deepcopy(replica.model), task.datasets()[0]
+    model, data = copy.deepcopy(replica.model), task.load_datasets()[0]
     world.run([replica.run()])
     batches = [] if is_weighted and statistics == "uniform" else [DRAWN]
     for ids in [*batches, *(BESIDE if statistics == "uniform" else ())]:

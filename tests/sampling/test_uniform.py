@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farflung.sampling import Uniform
-from farflung.types import PoolView
+from farflung.sampling import UniformSampler
+from farflung.types import DrawContext
 
 N, BATCH = 40, 3
 
@@ -20,7 +20,7 @@ def test_each_position_is_taken_once_more_than_it_is_given_back(
     steps: list[tuple[int, list[tuple[int, int]]]],
 ) -> None:
     """Replicas that draw in turn and give back alike share out what none has, whatever their number."""
-    samplers = [Uniform(1) for _ in range(5)]
+    samplers = [UniformSampler(1) for _ in range(5)]
     sizes: list[int] = []
     left: set[tuple[int, int]] = set()
     ids: dict[tuple[int, int], list[int]] = {}
@@ -29,24 +29,24 @@ def test_each_position_is_taken_once_more_than_it_is_given_back(
             if before < step and rank < sizes[before] and (before, rank) not in left:
                 left.add((before, rank))
                 for sampler in samplers:
-                    sampler.give_back(before, rank)
+                    sampler.return_batch(before, rank)
         sizes.append(size)
         for rank, sampler in enumerate(samplers):
-            draw = sampler.next(PoolView(step, rank if rank < size else 0, size, BATCH, N))
+            draw = sampler.draw(DrawContext(step, rank if rank < size else 0, size, BATCH, N))
             if rank < size:
                 ids[step, rank] = draw.ids.tolist()
     sampler = samplers[0]
     taken = sorted(one for key, drawn in ids.items() if key not in left for one in drawn)
-    returned = [sampler._at(one.start, len(one), N).tolist() for one in sampler._returned]
-    everything = sampler._at(0, sampler._cursor, N).tolist() if sampler._cursor else []
+    returned = [sampler._list_samples(one.start, len(one), N).tolist() for one in sampler._returned_ranges]
+    everything = sampler._list_samples(0, sampler._cursor, N).tolist() if sampler._cursor else []
     assert sorted([*taken, *(one for part in returned for one in part)]) == sorted(everything)
 
 
 def test_what_was_given_back_is_kept_in_the_state() -> None:
-    one, other = Uniform(1), Uniform(1)
-    one.next(PoolView(0, 0, 2, BATCH, N))
+    one, other = UniformSampler(1), UniformSampler(1)
+    one.draw(DrawContext(0, 0, 2, BATCH, N))
     assert one.state_dict() == {"cursor": 2 * BATCH}
-    one.give_back(0, 1)
+    one.return_batch(0, 1)
     other.load_state_dict(one.state_dict())
-    view = PoolView(1, 0, 1, 2 * BATCH, N)
-    assert one.next(view).ids.tolist() == other.next(view).ids.tolist()
+    view = DrawContext(1, 0, 1, 2 * BATCH, N)
+    assert one.draw(view).ids.tolist() == other.draw(view).ids.tolist()

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from farflung.config import Training
 from farflung.data.datasets import TensorDataset
-from farflung.engine import place
+from farflung.engine import select_device
 from farflung.loop import Checkpoints, Replica
-from farflung.recipes import recipe
-from farflung.reducers import summed_nbytes
+from farflung.recipes import parse_recipe
+from farflung.reducers import list_summed_nbytes
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Batch, Dataset, SampleIds, Sampler, Schedule
@@ -27,15 +27,15 @@ NO_LINK = LinkModel()
 class Valleys(Quadratic):
     r"""One paraboloid for each sample, of a curvature of its own: :math:`f_i(w) = \tfrac12 \sum a_i (w - c_i)^2`."""
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
         """Centres as inputs, curvatures as targets."""
-        centres, labels = self.centres()
+        centres, labels = self.draw_centres()
         random = torch.Generator().manual_seed(self.seed + 1)
         curvatures = 0.2 + torch.rand(centres.shape, generator=random)
         data = TensorDataset(centres, curvatures, labels, origin="test")
         return data, data
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """Of each sample."""
         offsets: Tensor = model(batch.inputs)
         return (offsets.square() * batch.targets).sum(dim=1).mul(0.5)
@@ -55,11 +55,11 @@ class Pieces(nn.Module):
 class InPieces(Quadratic):
     """A quadratic whose parameters make four buckets."""
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         return Pieces(self.dim, 4)
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        return -self.loss(model, batch)
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
+        return -self.compute_losses(model, batch)
 
 
 APART = {"bucket_nbytes": 1}
@@ -112,8 +112,8 @@ class Run:
         self.events: list[list[Event]] = [[] for _ in range(self.size)]
         self.replicas = [self._replica(rank) for rank in range(self.size)]
         first = self.replicas[0]
-        nbytes = summed_nbytes(first.parts.reducer, first.bucket_specs, self.size)
-        self.world.settle_collective(self.parts.get("collective", "auto"), nbytes)
+        nbytes = list_summed_nbytes(first.components.reducer, first.bucket_specs, self.size)
+        self.world.resolve_collective(self.parts.get("collective", "auto"), nbytes)
 
     def _replica(self, rank: int) -> Replica:
         work = self.workload()
@@ -122,9 +122,13 @@ class Run:
         order = 0 if self.alike else None if self.shares is None else rank
         checkpoints = None
         if self.folder is not None:
-            checkpoints = Checkpoints(self.folder, rank, self.size, leader=rank == 0, keep=99)
+            checkpoints = Checkpoints(self.folder, rank, self.size, is_leader=rank == 0, num_kept=99)
         text = self.schedule if isinstance(self.schedule, str) else None
-        parts = recipe("synchronous").but(schedule=text, **self.parts).parts(self.training.seed, order)
+        parts = (
+            parse_recipe("synchronous")
+            .with_members(schedule=text, **self.parts)
+            .build_components(self.training.seed, order)
+        )
         if self.sampler is not None:
             parts = replace(parts, sampler=self.sampler(rank))
         return Replica(
@@ -135,8 +139,8 @@ class Run:
             Telemetry(rank, self.events[rank].append, self.world.injector),
             checkpoints,
             share=share,
-            trace=True,
-            device=place(self.device),
+            should_trace=True,
+            device=select_device(self.device),
         )
 
     def whole(self) -> Run:
@@ -150,7 +154,7 @@ class Run:
         async def go(replica: Replica) -> None:
             for _ in range(count):
                 if before is not None:
-                    before(replica, replica.step_done)
+                    before(replica, replica.completed_steps)
                 await replica.step()
 
         self.world.run([go(replica) for replica in self.replicas])

@@ -31,7 +31,7 @@ def drop(replica: Replica, step: int) -> None:
 
 
 def anchor(replica: Replica) -> Tensor:
-    found = replica.engine.anchor_parameters()
+    found = replica.engine.get_anchor_parameters()
     assert found is not None
     return torch.cat([tensor.reshape(-1) for tensor in found.values()]).clone()
 
@@ -169,7 +169,7 @@ def test_the_gap_to_synchronous_grows_as_the_square_of_delay_and_period() -> Non
             workload=lambda: Valleys(dim=4, samples=2, groups=2),
             settings={"batch_size": 1, "learning_rate": rate, "steps": steps},
         )
-        data = run.replicas[0].workload.datasets()[0].take(torch.arange(2), train=True)
+        data = run.replicas[0].workload.load_datasets()[0].take(torch.arange(2), train=True)
         a, c = data.targets.double(), data.inputs.double()
         best = (a * c).sum(dim=0) / a.sum(dim=0)
         for replica in run.replicas:

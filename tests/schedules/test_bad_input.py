@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from farflung.errors import ConfigError, NonFinite, Unsupported
-from farflung.handle import attach, carries
-from farflung.recipes import recipe
+from farflung.handle import attach, describe_attach_support
+from farflung.recipes import parse_recipe
 from farflung.types import Batch
 from farflung.workloads import Quadratic
 from tests.helpers import same_bits
@@ -70,7 +70,7 @@ REFUSED = {
 @pytest.mark.parametrize("schedule", REFUSED)
 def test_options_out_of_range_are_refused_with_the_reason(schedule: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[schedule]):
-        recipe("synchronous").but(schedule=schedule).parts(0)
+        parse_recipe("synchronous").with_members(schedule=schedule).build_components(0)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_settings_that_do_not_go_together_are_refused(
 
 def test_attach_says_what_it_carries() -> None:
     def said(**members: str) -> str:
-        return carries(recipe("synchronous").but(**members))
+        return describe_attach_support(parse_recipe("synchronous").with_members(**members))
 
     assert said(schedule="pipelined(correction=0.1)") == said(schedule="delayed('auto')") == "yes"
     assert said(schedule="delayed(5, pull='swap')") == "yes"
@@ -114,13 +114,13 @@ def test_attach_says_what_it_carries() -> None:
 def test_attach_names_the_nearest_recipe_that_it_carries(
     preset: str, members: dict[str, str], nearest: dict[str, str]
 ) -> None:
-    model, chosen = nn.Linear(2, 2), recipe(preset).but(**members)
+    model, chosen = nn.Linear(2, 2), parse_recipe(preset).with_members(**members)
     changes = ", ".join(f"{family}={text!r}" for family, text in nearest.items())
     with pytest.raises(
         Unsupported, match=f"cannot follow recipe {preset}.*{re.escape(f'recipe.but({changes}),')}"
     ):
         attach(model, torch.optim.SGD(model.parameters(), 0.1), chosen)
-    assert not carries(chosen.but(**nearest)).startswith("no")
+    assert not describe_attach_support(chosen.with_members(**nearest)).startswith("no")
 
 
 # --- losses that are not finite ---------------------------------------------------------------------------------
@@ -132,9 +132,9 @@ class Spoilt(Quadratic):
     forwards = 0
     spoils = False
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         self.forwards += model.training
-        losses = super().loss(model, batch)
+        losses = super().compute_losses(model, batch)
         return losses * float("inf") if self.spoils and self.forwards == 6 else losses
 
 

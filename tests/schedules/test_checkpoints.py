@@ -67,7 +67,7 @@ class Kernel(nn.Module):
 class Kernels(Quadratic):
     """Paraboloids over a convolution."""
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         return Kernel(torch.randn((4, 4, 3, 3), generator=generator))
 
 
@@ -153,4 +153,4 @@ def test_the_shared_part_has_what_replicas_have_in_common(tmp_path: Path) -> Non
         for block in blocks:
             total += block
         assert same_bits(total, tree["parameters"]["w"])
-    assert half.replicas[0].step_done == 8
+    assert half.replicas[0].completed_steps == 8

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from farflung.schedules.merges import share_of_a_step
+from farflung.schedules.merges import compute_step_share
 from farflung.workloads import Quadratic
 from tests.schedules.runs import Run, distance
 
@@ -50,7 +50,7 @@ def pulled(rate: float, momentum: float, delay: int) -> Step:
     def step(x: Vector, least: Vector, number: int) -> Vector:
         w, u = x
         u = momentum * u - rate * (w - least)
-        share = share_of_a_step(momentum, delay) if number >= delay else 0.0
+        share = compute_step_share(momentum, delay) if number >= delay else 0.0
         return np.array([(1 - share) * (w + u), u])
 
     return step
@@ -64,7 +64,7 @@ def pulled_mean(rate: float, momentum: float, delay: int) -> Step:
         u = momentum * u - rate * (w - least)
         queue = [*queue, u]
         behind = behind + queue[-1] - queue[0]
-        share = share_of_a_step(momentum, delay) if number >= delay else 0.0
+        share = compute_step_share(momentum, delay) if number >= delay else 0.0
         return np.array([w + u - share * behind, u, *queue[1:], (1 - share) * behind])
 
     return step
@@ -175,7 +175,9 @@ def two_valleys(schedule: str, rate: float, momentum: float) -> Run:
 
 def least(run: Run) -> tuple[Vector, Vector]:
     """Where the loss of each replica is least."""
-    centres = run.replicas[0].workload.datasets()[0].take(torch.arange(2), train=True).inputs.double().numpy()
+    centres = (
+        run.replicas[0].workload.load_datasets()[0].take(torch.arange(2), train=True).inputs.double().numpy()
+    )
     return centres[0], centres[1]
 
 

@@ -81,7 +81,7 @@ def test_local_blocks_count_from_where_the_synchronous_ones_ended() -> None:
     end = run.weights()
     run.steps(2)
     for replica in run.replicas:
-        common = replica.engine.anchor_parameters()
+        common = replica.engine.get_anchor_parameters()
         assert common is not None
         assert same_bits(common["w"].reshape(-1), end)
 
@@ -200,9 +200,11 @@ def periods(schedule: AdaComm, told: Sequence[tuple[float, float, float | None]]
     found = []
     for loss, elapsed_s, rate in told:
         step = state["ends"]
-        assert not schedule.asks(state, step - 1)
-        assert schedule.asks(state, step)
-        state = schedule.observe(state, SharedStats(step, loss, 4.0, elapsed_s=elapsed_s, learning_rate=rate))
+        assert not schedule.needs_times(state, step - 1)
+        assert schedule.needs_times(state, step)
+        state = schedule.update_state(
+            state, SharedStats(step, loss, 4.0, elapsed_s=elapsed_s, learning_rate=rate)
+        )
         assert state["ends"] == step + state["period"]
         found.append(state["period"])
     return found
@@ -240,7 +242,7 @@ def test_a_period_is_never_below_one_and_no_loss_changes_nothing() -> None:
     assert periods(AdaComm(4, 10.0), [(4.0, 1.0, None), (1e-9, 11.0, None), (1.0, 21.0, None)]) == [4, 1, 1]
     state = AdaComm(4, 10.0).init()
     unknown = SharedStats(3, 0.0, 0.0, elapsed_s=11.0)
-    assert AdaComm(4, 10.0).observe(state, unknown) == {**state, "ends": 7, "again_s": 20.0}
+    assert AdaComm(4, 10.0).update_state(state, unknown) == {**state, "ends": 7, "again_s": 20.0}
 
 
 def test_all_replicas_choose_the_same_periods_by_one_clock() -> None:

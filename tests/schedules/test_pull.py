@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from farflung.errors import ConfigError
 from farflung.loop import Replica
-from farflung.moments import momentum_of
-from farflung.schedules.merges import pull, share_of_a_step
+from farflung.moments import get_momentum
+from farflung.schedules.merges import compute_step_share, pull
 from farflung.sim import LinkModel
 from farflung.types import Batch
 from farflung.workloads import Quadratic
@@ -35,7 +35,7 @@ class Recorder:
         before: list[Tensor] = []
 
         def after(*_: object) -> None:
-            self.own[rank][replica.step_done] = (run.weights(rank) - before.pop()).double()
+            self.own[rank][replica.completed_steps] = (run.weights(rank) - before.pop()).double()
 
         replica.optimizer.register_step_pre_hook(lambda *_: before.append(run.weights(rank)))
         replica.optimizer.register_step_post_hook(after)
@@ -74,7 +74,7 @@ class Recorder:
 def test_it_is_by_the_equations(delay: int, period: int, settings: dict[str, Any]) -> None:
     run = Run(f"delayed({delay}, {period}, pull='auto')", 3, settings={"learning_rate": 0.05, **settings})
     recorder = Recorder(run)
-    share = share_of_a_step(momentum_of(run.replicas[0].optimizer), delay, period)
+    share = compute_step_share(get_momentum(run.replicas[0].optimizer), delay, period)
     for step in range(40):
         run.steps(1, drop)
         a, w = recorder.expected(step + 1, delay, period, share)
@@ -111,7 +111,7 @@ def test_a_share_of_ones_own() -> None:
     ],
 )
 def test_the_rule(given: tuple[float, int], share: float) -> None:
-    assert share_of_a_step(*given) == pytest.approx(share)
+    assert compute_step_share(*given) == pytest.approx(share)
 
 
 def test_rounding_is_forgotten() -> None:
@@ -127,7 +127,7 @@ def test_rounding_is_forgotten() -> None:
 
 def test_momentum_is_the_largest_of_all_groups() -> None:
     def found(kind: Callable[..., torch.optim.Optimizer], *groups: dict[str, Any]) -> float:
-        return momentum_of(
+        return get_momentum(
             kind([{"params": nn.Linear(2, 2).parameters(), **group} for group in groups], lr=0.1)
         )
 
@@ -148,9 +148,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int, int]]:
 
     def share(*given: Any) -> float:
         found.append(given)
-        return share_of_a_step(*given)
+        return compute_step_share(*given)
 
-    monkeypatch.setattr(pull, "share_of_a_step", share)
+    monkeypatch.setattr(pull, "compute_step_share", share)
     return found
 
 
@@ -193,7 +193,7 @@ def test_what_is_scored_and_kept_is_the_anchor() -> None:
     async def go(replica: Replica) -> tuple[float, Tensor]:
         for _ in range(9):
             await replica.step()
-        return (await replica.evaluate()).metric, (await replica.trained())["w"]
+        return (await replica.evaluate()).metric, (await replica.get_consensus_state())["w"]
 
     found = run.world.run([go(replica) for replica in run.replicas])
     a, optimum = anchor(run.replicas[0]), run.replicas[0].workload.optimum()  # type: ignore[attr-defined]
@@ -222,9 +222,9 @@ class Spoilt(Quadratic):
     forwards = 0
     spoils = False
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         self.forwards += model.training
-        losses = super().loss(model, batch)
+        losses = super().compute_losses(model, batch)
         return losses * float("inf") if self.spoils and self.forwards == 6 else losses
 
 
@@ -238,7 +238,7 @@ def test_what_is_skipped_is_taken_out_at_once(delay: int, period: int, block: tu
         settings={"on_nonfinite": "skip", "momentum": 0.5},
     )
     run.replicas[1].workload.spoils = True  # type: ignore[attr-defined]
-    recorder, share = Recorder(run), share_of_a_step(0.5, delay, period)
+    recorder, share = Recorder(run), compute_step_share(0.5, delay, period)
     due = block[-1] + delay
     run.steps(due)
     _, before = recorder.expected(due, delay, period, share, block)

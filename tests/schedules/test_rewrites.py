@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from farflung.data import TensorDataset
-from farflung.recipes import recipe
-from farflung.seeding import derive, generator
+from farflung.recipes import parse_recipe
+from farflung.seeding import create_generator, derive_seed
 from farflung.types import Batch, Dataset
 from farflung.workloads import Quadratic
-from farflung.workloads.classification import build
+from farflung.workloads.classification import build_model
 from tests.schedules.runs import APART, Run
 
 SIZE, SEED = 3, 3
@@ -52,27 +52,27 @@ class Network(Quadratic):
         super().__post_init__()
         self.batches: list[Batch] = []
 
-    def model(self, generator: torch.Generator) -> nn.Module:
-        return build(
+    def build_model(self, generator: torch.Generator) -> nn.Module:
+        return build_model(
             lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).double(), generator
         )
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
-        random = generator(SEED, "samples")
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
+        random = create_generator(SEED, "samples")
         inputs, targets = (
             torch.randn(self.samples, width, dtype=torch.float64, generator=random) for width in (16, 4)
         )
         data = TensorDataset(inputs, targets)
         return data, data
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         if model.training:
             self.batches.append(batch)
         found: Tensor = model(batch.inputs)
         return (found - batch.targets).square().sum(dim=1) / 2
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
-        return -self.loss(model, batch)
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
+        return -self.compute_losses(model, batch)
 
 
 def trained(
@@ -235,7 +235,7 @@ def test_a_warm_up_of_diloco(every: int, warmup: int, ends: Sequence[int]) -> No
 
 def test_the_preset_diloco() -> None:
     """With the outer rate 0.7 and momentum 0.9 of the paper's experiments."""
-    schedule = str(recipe("diloco").schedule).replace("50", "6")
+    schedule = str(parse_recipe("diloco").schedule).replace("50", "6")
     ours, given = trained(schedule, settings=ADAMW)
     same(ours, diloco(*given, 6, 0.7, 0.9, nesterov=True))
 
@@ -267,13 +267,13 @@ def sparse(density: float, chunk: int, decay: float) -> Send:
 @pytest.mark.parametrize(
     ("codec", "density", "chunk", "decay"),
     [
-        (recipe("sparse_loco").codec, 1 / 64, 4096, 0.95),
+        (parse_recipe("sparse_loco").codec, 1 / 64, 4096, 0.95),
         ("error_feedback(chunked_topk(density=0.1, chunk=64), decay=0.8)", 0.1, 64, 0.8),
     ],
     ids=["preset", "chunks"],
 )
 def test_sparse_loco(codec: str, density: float, chunk: int, decay: float) -> None:
-    schedule = str(recipe("sparse_loco").schedule).replace("50", "4")
+    schedule = str(parse_recipe("sparse_loco").schedule).replace("50", "4")
     ours, given = trained(schedule, {"codec": codec}, settings=ADAMW)
     same(ours, diloco(*given, 4, 1.0, 0.0, nesterov=True, send=sparse(density, chunk, decay)))
 
@@ -308,7 +308,12 @@ def streaming_diloco(
             p = (turns - 1) % fragments
             here, slot = numbers == p, len(NUMELS) + p
             sent = [
-                quantized((w[i] - theta)[here], 4, 512, generator(derive(SEED, "codec", slot, i), step, 1))
+                quantized(
+                    (w[i] - theta)[here],
+                    4,
+                    512,
+                    create_generator(derive_seed(SEED, "codec", slot, i), step, 1),
+                )
                 for i in range(SIZE)
             ]
             coming[step + delay] = here, mean(sent)
@@ -323,7 +328,7 @@ def streaming_diloco(
 
 @pytest.mark.parametrize(("every", "fragments", "delay"), [(8, 4, 1), (8, 2, 3), (6, 1, 0)])
 def test_streaming_diloco(every: int, fragments: int, delay: int) -> None:
-    preset = recipe("streaming_diloco")
+    preset = parse_recipe("streaming_diloco")
     schedule = str(preset.schedule).replace("48", str(every)).replace("fragments=4", f"fragments={fragments}")
     schedule = schedule.replace(")", f", delay={delay})")
     ours, given = trained(schedule, {**APART, "codec": preset.codec}, settings=ADAMW)
@@ -517,7 +522,7 @@ def fast(matrix: Tensor, chunk: tuple[int, int], keep: int) -> Tensor:
     ("codec", "decay", "keep", "chunks", "settings"),
     [
         (
-            recipe("demo").codec,
+            parse_recipe("demo").codec,
             0.999,
             32,
             [(1, 4), (4, 32), (1, 32), (32, 16)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farflung.comm import cost_s
+from farflung.comm import predict_cost_s
 from farflung.network import NetworkProfile
 from farflung.sim import LinkModel
 from farflung.types import Decision
@@ -44,7 +44,7 @@ def run_of(schedule: str, compute_s: float, link: LinkModel, size: int = 4) -> R
 def test_a_pipelined_step_takes_the_longest_of_three(width: int, ratio: float) -> None:
     """max(A, C, (A + C) / K) where all of C is bytes."""
     link = LinkModel(0.0, 4e5)
-    c = cost_s(NetworkProfile.uniform(link, 4), "direct", NBYTES, side_nbytes=RIDER)
+    c = predict_cost_s(NetworkProfile.create_uniform(link, 4), "direct", NBYTES, metadata_nbytes=RIDER)
     a = c / ratio
     found = period(run_of(f"pipelined({width})", a, link), 6, 18)
     assert found == pytest.approx(max(a, c, (a + c) / width), rel=1e-6)
@@ -71,7 +71,9 @@ def test_a_delay_hides_latency_that_it_covers_and_no_more(delay: int) -> None:
 @pytest.mark.parametrize(("period_", "fits"), [(1, False), (4, False), (5, True)])
 def test_bytes_are_hidden_if_a_block_is_long_enough_for_them(period_: int, fits: bool) -> None:
     a = 0.1
-    busy = cost_s(NetworkProfile.uniform(LinkModel(0.0, 1e6), 2), "direct", NBYTES, side_nbytes=RIDER)
+    busy = predict_cost_s(
+        NetworkProfile.create_uniform(LinkModel(0.0, 1e6), 2), "direct", NBYTES, metadata_nbytes=RIDER
+    )
     link = LinkModel(0.2, 1e6 * busy / (4.5 * a))
     found = period(run_of(f"delayed(16, {period_})", a, link, size=2), 39, 159)
     # Where they do not fit, the links are busy all the time; the two halves of exchanges meet in turns.

@@ -32,10 +32,10 @@ class Remembering(InPieces):
         super().__post_init__()
         self.batches: list[Batch] = []
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         if model.training:
             self.batches.append(batch)
-        return super().loss(model, batch)
+        return super().compute_losses(model, batch)
 
 
 class Meeting:
@@ -98,7 +98,7 @@ def theirs(
         ):
             for batch in batches[rank]:
                 inner.zero_grad()
-                task.loss(model, batch).mean().backward()
+                task.compute_losses(model, batch).mean().backward()
                 inner.step()
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 

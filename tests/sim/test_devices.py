@@ -10,19 +10,25 @@ from typing import Any
 import pytest
 
 from farflung.config import Training
-from farflung.devices import DeviceProfile, Layer, Occasional, Scheduled, Varying
+from farflung.devices import (
+    DeviceProfile,
+    LayerProfile,
+    OccasionalStraggler,
+    ScheduledStraggler,
+    VaryingStraggler,
+)
 from farflung.errors import ConfigError
 from farflung.loop import Replica
-from farflung.network import Connection, Link, NetworkProfile, Site, network_profile
-from farflung.recipes import recipe
+from farflung.network import Link, NetworkProfile, Site, SiteLink, find_network
+from farflung.recipes import parse_recipe
 from farflung.sim import VirtualWorld
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Cost, Runtime
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 pytestmark = pytest.mark.usefixtures("unframed")
 
-LAYERS = (Layer(10, 0.25, 0.5), Layer(0, 0.5, 1.0), Layer(6, 0.25, 2.5))
+LAYERS = (LayerProfile(10, 0.25, 0.5), LayerProfile(0, 0.5, 1.0), LayerProfile(6, 0.25, 2.5))
 
 
 async def one_step(runtime: Runtime) -> list[tuple[str, float]]:
@@ -34,12 +40,14 @@ async def one_step(runtime: Runtime) -> list[tuple[str, float]]:
             ready(bucket)
 
     await runtime.compute(Cost("forward", 2), lambda: None)
-    seen.append(("forward", runtime.now()))
+    seen.append(("forward", runtime.read_clock()))
     cost = Cost("backward", 2, (4, 2, 10))
-    await runtime.backward(cost, fill, lambda bucket: seen.append((f"bucket {bucket}", runtime.now())))
-    seen.append(("backward", runtime.now()))
+    await runtime.run_backward(
+        cost, fill, lambda bucket: seen.append((f"bucket {bucket}", runtime.read_clock()))
+    )
+    seen.append(("backward", runtime.read_clock()))
     await runtime.compute(Cost("optimizer", 0), lambda: None)
-    seen.append(("optimizer", runtime.now()))
+    seen.append(("optimizer", runtime.read_clock()))
     return seen
 
 
@@ -64,12 +72,12 @@ def test_each_replica_has_its_device() -> None:
 
 
 def test_a_step_is_slow_as_a_whole_and_by_when_it_begins() -> None:
-    device = DeviceProfile(forward_s=0.5, stragglers=(Scheduled(1.0, 2.0, 2.0),))
+    device = DeviceProfile(forward_s=0.5, stragglers=(ScheduledStraggler(1.0, 2.0, 2.0),))
     world = VirtualWorld(1, device=device)
     (seen,) = world.run([one_step(runtime) for runtime in world.runtimes])
     assert (seen[0], seen[-1]) == (("forward", 1.0), ("optimizer", 5.0))  # the backward pass began at 1
 
-    slow = DeviceProfile(forward_s=0.5, stragglers=(Occasional(0.5, 2.0),))
+    slow = DeviceProfile(forward_s=0.5, stragglers=(OccasionalStraggler(0.5, 2.0),))
     world = VirtualWorld(50, device=slow, seed=4)
     found = {
         (seen[0][1], seen[-1][1]) for seen in world.run([one_step(runtime) for runtime in world.runtimes])
@@ -94,7 +102,7 @@ def test_what_is_refused(arguments: dict[str, Any], what: str) -> None:
 
 def trained(world: VirtualWorld, steps: int = 3, schedule: str = "synchronous") -> list[Event]:
     """The events of a small run, in the order they happened."""
-    work = workload("synthetic/quadratic")
+    work = create_workload("synthetic/quadratic")
     training = Training.resolve(work.defaults, {"steps": steps, "batch_size": 4, "seed": 1})
     events: list[Event] = []
     made = [
@@ -102,7 +110,7 @@ def trained(world: VirtualWorld, steps: int = 3, schedule: str = "synchronous") 
             runtime,
             work,
             training,
-            recipe("synchronous").but(schedule=schedule).parts(training.seed),
+            parse_recipe("synchronous").with_members(schedule=schedule).build_components(training.seed),
             Telemetry(runtime.comm.rank, events.append),
         )
         for runtime in world.runtimes
@@ -112,10 +120,12 @@ def trained(world: VirtualWorld, steps: int = 3, schedule: str = "synchronous") 
 
 
 WORLDS: dict[str, dict[str, Any]] = {
-    "links": {"network": network_profile("shanghai-boston"), "device": DeviceProfile(forward_s=1e-3)},
+    "links": {"network": find_network("shanghai-boston"), "device": DeviceProfile(forward_s=1e-3)},
     "phones": {
-        "network": network_profile("4g"),
-        "device": DeviceProfile(forward_s=1e-3, stragglers=(Varying(0.5), Occasional(0.2, 5.0))),
+        "network": find_network("4g"),
+        "device": DeviceProfile(
+            forward_s=1e-3, stragglers=(VaryingStraggler(0.5), OccasionalStraggler(0.2, 5.0))
+        ),
     },
 }
 
@@ -134,7 +144,7 @@ def test_the_same_seed_gives_the_same_telemetry_byte_for_byte(settings: dict[str
 
 
 def test_a_network_with_sites() -> None:
-    far = Connection("a", "b", Link(0.5)), Connection("b", "a", Link(0.5))
+    far = SiteLink("a", "b", Link(0.5)), SiteLink("b", "a", Link(0.5))
     network = NetworkProfile("x", (Site("a", 1), Site("b", 1)), far)
     events = trained(VirtualWorld(2, network=network, device=DeviceProfile(forward_s=0.25)), steps=2)
     steps = [event for event in events if event["event"] == "step"]

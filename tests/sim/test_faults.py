@@ -12,12 +12,12 @@ from farflung.config import Training
 from farflung.errors import DeadlinePassed, PeerLost, Unsupported
 from farflung.faults import FaultPlan
 from farflung.loop import Replica, Summary
-from farflung.recipes import recipe
+from farflung.recipes import parse_recipe
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
 from farflung.types import Cost, Payload, Runtime
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 from tests.helpers import number_in, numbered, tag
 
 pytestmark = pytest.mark.usefixtures("unframed")
@@ -49,7 +49,7 @@ async def passes(runtime: Runtime) -> list[tuple[float, float]]:
         return []
     came = []
     for number in (1, 2, 3):
-        came.append((number_in(await runtime.comm.recv(0, tag(number))), runtime.now()))
+        came.append((number_in(await runtime.comm.recv(0, tag(number))), runtime.read_clock()))
     return came
 
 
@@ -130,7 +130,7 @@ def test_a_cut_between_two_leaves_others_alone() -> None:
             runtime.comm.send(numbered(1.0), 2, tag())
             return 0.0
         await runtime.comm.recv(0, tag())
-        return runtime.now()
+        return runtime.read_clock()
 
     assert driven(3, FaultPlan().cut(0, 1, at_s=0.0).restore(0, at_s=9.0), body) == [0.0, 10.5, 1.5]
 
@@ -138,9 +138,9 @@ def test_a_cut_between_two_leaves_others_alone() -> None:
 def test_a_hang_stops_computations_half_way() -> None:
     async def body(runtime: Runtime) -> tuple[float, float]:
         await runtime.compute(Cost("forward", 4), lambda: None)
-        first = runtime.now()
+        first = runtime.read_clock()
         await runtime.compute(Cost("forward", 4), lambda: None)
-        return first, runtime.now()
+        return first, runtime.read_clock()
 
     for plan in (
         FaultPlan().hang(1, at_s=3.0).restore(1, at_s=13.0),
@@ -154,7 +154,7 @@ def test_slow_holds_until_it_is_restored() -> None:
         ends = []
         for _ in range(3):
             await runtime.compute(Cost("forward", 4), lambda: None)
-            ends.append(runtime.now())
+            ends.append(runtime.read_clock())
         return ends
 
     slow = FaultPlan().slow(1, factor=3.0, at_s=1.0)
@@ -182,24 +182,24 @@ def relayed(plan: FaultPlan, *, seconds: float = 0.0, nbytes: int = 4 << 20) -> 
             await runtime.comm.recv(rank - 1, tag(1))
         if rank < 2:
             await runtime.comm.send(large, rank + 1, tag(1))
-        return runtime.now()
+        return runtime.read_clock()
 
     world.run([body(runtime) for runtime in world.runtimes])
     return world
 
 
 def test_what_is_under_way_is_waited_for_and_what_waits_for_it() -> None:
-    assert 67 < relayed(WATCHED).clock.now() < 70
+    assert 67 < relayed(WATCHED).clock.time() < 70
 
 
 def test_a_rank_that_computes_is_waited_for() -> None:
-    assert 97 < relayed(WATCHED, seconds=30.0).clock.now() < 100
+    assert 97 < relayed(WATCHED, seconds=30.0).clock.time() < 100
 
 
 def test_a_rank_that_computes_one_thing_for_long_is_given_up() -> None:
     with pytest.raises(DeadlinePassed, match=r"lost rank 0: .* it answers, but has made no progress for 20"):
         relayed(WATCHED.slow(0, factor=25.0, at_s=0.0), seconds=2.0)
-    assert relayed(WATCHED.slow(0, factor=15.0, at_s=0.0), seconds=2.0).clock.now() > 80
+    assert relayed(WATCHED.slow(0, factor=15.0, at_s=0.0), seconds=2.0).clock.time() > 80
 
 
 @pytest.mark.parametrize(("cut", "lost"), [((0, 1), 0), ((1, 2), 1)])
@@ -220,7 +220,7 @@ def test_what_drips_is_given_up() -> None:
 
 def trained(plan: FaultPlan, size: int = 3, steps: int = 6) -> tuple[list[Summary], dict[int, list[Event]]]:
     """A small run with faults; its summaries and its events."""
-    task = workload("synthetic/quadratic")
+    task = create_workload("synthetic/quadratic")
     training = Training(steps=steps, batch_size=4, learning_rate=0.05, evaluate_every=2)
     world = VirtualWorld(size, LinkModel(0.05, 1e6), 0.001, faults=plan, deadline_s=30.0)
     events: dict[int, list[Event]] = {rank: [] for rank in range(size)}
@@ -229,7 +229,7 @@ def trained(plan: FaultPlan, size: int = 3, steps: int = 6) -> tuple[list[Summar
             runtime,
             task,
             training,
-            recipe("synchronous").parts(training.seed),
+            parse_recipe("synchronous").build_components(training.seed),
             Telemetry(rank, events[rank].append, world.injector),
         )
         for rank, runtime in enumerate(world.runtimes)

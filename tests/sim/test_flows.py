@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.comm import ExchangeChannel
-from farflung.comm.framing import LEAST_PIECE_NBYTES
+from farflung.comm.framing import MIN_PIECE_NBYTES
 from farflung.errors import ConfigError
-from farflung.network import Connection, Link, Medium, NetworkProfile, Site, Trace, window_share_bps
-from farflung.noise import uniform
+from farflung.network import BandwidthTrace, Link, Medium, NetworkProfile, Site, SiteLink, compute_window_bps
+from farflung.noise import draw_uniform
 from farflung.sim import VirtualCommunicator, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Payload, Runtime, Tag
@@ -41,7 +41,7 @@ def arrivals(network: NetworkProfile, size: int, messages: list[Message], **sett
 
     async def receive(runtime: Runtime, index: int) -> None:
         await runtime.comm.recv(messages[index][0], Tag(index))
-        found[index] = runtime.now()
+        found[index] = runtime.read_clock()
 
     async def body(runtime: Runtime) -> None:
         running: list[Pending[Any]] = []
@@ -80,8 +80,8 @@ def test_two_flows_share_what_their_receiver_can_receive() -> None:
 
 # --- priorities -------------------------------------------------------------------------------------------------
 
-PIECE = LEAST_PIECE_NBYTES
-PACED = NetworkProfile.uniform(Link(0.5, 8.0 * PIECE))
+PIECE = MIN_PIECE_NBYTES
+PACED = NetworkProfile.create_uniform(Link(0.5, 8.0 * PIECE))
 """A piece leaves in a second."""
 
 
@@ -110,7 +110,7 @@ def test_a_priority_concerns_one_receiver() -> None:
 
 def test_a_control_message_behind_4_mb_at_10_mbit() -> None:
     """In the lab, over one socket with TCP_NOTSENT_LOWAT, it took 36 to 50 ms with BBR; 76 to 79 at the beginning."""
-    network = NetworkProfile.uniform(Link(0.02, 10e6))
+    network = NetworkProfile.create_uniform(Link(0.02, 10e6))
     messages: list[Message] = [(0, 1, 0.0, 4_000_000, 0), (0, 1, 1.0, 100, -1)]
     bulk, control = arrivals(network, 2, messages)
     assert 0.02 + PIECE * 8e-7 <= control - 1.0 <= 0.02 + 2 * PIECE * 8e-7 + 1e-3
@@ -158,8 +158,8 @@ def test_messages_of_one_priority_keep_their_order(messages: list[Message]) -> N
 @pytest.mark.parametrize("count", [1, 3, 4, 8])
 def test_connections_add_up_until_the_link_is_full(count: int) -> None:
     link = Link(0.05, 5e6, loss=0.01)
-    network = replace(NetworkProfile.uniform(link), tcp_connections=count)
-    one_bps = window_share_bps(None, 0.01, 0.1)
+    network = replace(NetworkProfile.create_uniform(link), tcp_connections=count)
+    one_bps = compute_window_bps(None, 0.01, 0.1)
     rate = min(count * one_bps, 0.99 * 5e6)
     found = arrivals(network, 2, [(0, 1, 0.0, 10**6, 0)])
     assert found == pytest.approx([0.05 + 8e6 / rate])
@@ -173,16 +173,16 @@ def test_as_many_connections_for_each_pair_share_as_one_does() -> None:
 
 def test_a_pair_of_more_connections_gets_more_of_what_they_share() -> None:
     ways = (
-        Connection("a", "b", Link(0.1)),
-        Connection("b", "a", Link(0.1)),
-        Connection("a", "c", Link(0.1, loss=0.01)),
-        Connection("c", "a", Link(0.1)),
+        SiteLink("a", "b", Link(0.1)),
+        SiteLink("b", "a", Link(0.1)),
+        SiteLink("a", "c", Link(0.1, loss=0.01)),
+        SiteLink("c", "a", Link(0.1)),
     )
     network = NetworkProfile(
         "star", (Site("a", 1, up_bps=1e6), Site("b", 1), Site("c", 1)), ways, default=Link(0.1),
         tcp_connections="auto",
     )  # fmt: skip
-    assert [network.connections_of(0, site) for site in (1, 2)] == [1, 2]
+    assert [network.count_connections(0, site) for site in (1, 2)] == [1, 2]
     # One third and two thirds of 1 Mbit/s; the lossy one has room for 2 x 0.56 Mbit/s of its own.
     assert arrivals(network, 3, [(0, 1, 0.0, 12_500, 0), (0, 2, 0.0, 25_000, 0)]) == pytest.approx([0.4, 0.4])
 
@@ -192,14 +192,14 @@ def test_messages_to_one_receiver_follow_each_other() -> None:
 
 
 def test_a_trace_that_halves_the_bandwidth_in_mid_transfer() -> None:
-    network = switch(up_bps=Trace((0.0, 2.0), (8e3, 4e3), 60.0))
+    network = switch(up_bps=BandwidthTrace((0.0, 2.0), (8e3, 4e3), 60.0))
     assert arrivals(network, 2, [(0, 1, 0.0, 3000, 0)]) == [4.5]
-    link = NetworkProfile.uniform(Link(0.5, Trace((0.0, 2.0), (8e3, 4e3), 60.0)))
+    link = NetworkProfile.create_uniform(Link(0.5, BandwidthTrace((0.0, 2.0), (8e3, 4e3), 60.0)))
     assert arrivals(link, 2, [(0, 1, 0.0, 3000, 0), (1, 0, 2.0, 1000, 0)]) == [4.5, 4.5]
 
 
 def test_a_trace_that_ends_early_ends_the_run() -> None:
-    network = switch(up_bps=Trace((0.0,), (8e3,), 2.0, name="net.toml: trace phone"))
+    network = switch(up_bps=BandwidthTrace((0.0,), (8e3,), 2.0, name="net.toml: trace phone"))
     with pytest.raises(ConfigError, match=r"net\.toml: trace phone: ends at 2 s"):
         arrivals(network, 2, [(0, 1, 0.0, 3000, 0)])
 
@@ -233,7 +233,7 @@ def test_a_site_shares_its_way_out() -> None:
 
 
 def test_a_shared_connection() -> None:
-    ways = (Connection("a", "b", Link(0.5, 8e3), shared=True), Connection("b", "a", Link(0.5, 8e3)))
+    ways = (SiteLink("a", "b", Link(0.5, 8e3), shared=True), SiteLink("b", "a", Link(0.5, 8e3)))
     network = NetworkProfile("x", (Site("a", 2, Link(0.0)), Site("b", 2, Link(0.0))), ways)
     messages: list[Message] = [
         (0, 2, 0.0, 1000, 0),
@@ -245,10 +245,10 @@ def test_a_shared_connection() -> None:
 
 
 def test_jitter_is_drawn_per_message_and_keeps_the_order() -> None:
-    network = NetworkProfile.uniform(Link(1.0, jitter_s=0.75))
+    network = NetworkProfile.create_uniform(Link(1.0, jitter_s=0.75))
     messages: list[Message] = [(0, 1, 0.001 * k, 10, 0) for k in range(20)]
     found = arrivals(network, 2, messages, seed=5)
-    drawn = [0.001 * k + 1.0 + 0.75 * (2 * uniform(5, 0, 1, k) - 1) for k in range(20)]
+    drawn = [0.001 * k + 1.0 + 0.75 * (2 * draw_uniform(5, 0, 1, k) - 1) for k in range(20)]
     assert found == pytest.approx([max(drawn[: k + 1]) for k in range(20)], rel=1e-12)
     assert found == arrivals(network, 2, messages, seed=5)
     assert found != arrivals(network, 2, messages, seed=6)
@@ -257,11 +257,14 @@ def test_jitter_is_drawn_per_message_and_keeps_the_order() -> None:
 def test_a_lost_packet_holds_up_the_end_of_its_message() -> None:
     """A message of one packet comes again after two round trips, and one for each further loss."""
     loss, count = 0.19, 60
-    network = replace(NetworkProfile.uniform(Link(0.5, loss=loss)), congestion="bbr")
+    network = replace(NetworkProfile.create_uniform(Link(0.5, loss=loss)), congestion="bbr")
     found = arrivals(network, 2, [(0, 1, 100.0 * k, 1000, 0) for k in range(count)], seed=5)
     late_s = []
     for k in range(count):
-        is_lost, again = uniform(5, 0, 1, k, 1) < loss, math.floor(math.log(1 - uniform(5, 0, 1, k, 2), loss))
+        is_lost, again = (
+            draw_uniform(5, 0, 1, k, 1) < loss,
+            math.floor(math.log(1 - draw_uniform(5, 0, 1, k, 2), loss)),
+        )
         late_s.append(2.0 + again if is_lost else 0.0)
     assert [at - 100.0 * k - 0.5 for k, at in enumerate(found)] == pytest.approx(late_s)
     assert {0.0, 2.0, 3.0} <= set(late_s)
@@ -275,20 +278,20 @@ def collective_s(network: NetworkProfile, size: int, name: str, numel: int, **se
 
     def body(runtime: Runtime) -> Coroutine[Pending[Any], None, Any]:
         channel = ExchangeChannel(runtime.comm, 1, 0)
-        return channel.collective(name)(channel, torch.zeros(numel, dtype=torch.uint8), torch.zeros(0))  # type: ignore[return-value]
+        return channel.get_collective(name)(channel, torch.zeros(numel, dtype=torch.uint8), torch.zeros(0))  # type: ignore[return-value]
 
     world.run([body(runtime) for runtime in world.runtimes])
-    return world.clock.now()
+    return world.clock.time()
 
 
 def test_a_ring_over_unequal_links() -> None:
     """Segments of a kilobyte; links of 1, 2 and 4 kbyte/s and of 0.5, 0.25 and 0 s."""
     ways = {("a", "b"): (0.5, 8e3), ("b", "c"): (0.25, 16e3), ("c", "a"): (0.0, 32e3)}
-    back = [Connection(dst, src, Link(9.0)) for src, dst in ways]
+    back = [SiteLink(dst, src, Link(9.0)) for src, dst in ways]
     network = NetworkProfile(
         "triangle",
         tuple(Site(name, 1) for name in "abc"),
-        (*(Connection(*pair, Link(*link)) for pair, link in ways.items()), *back),
+        (*(SiteLink(*pair, Link(*link)) for pair, link in ways.items()), *back),
     )
     # Hops take 1.5 from a, 0.75 from b, 0.25 from c. When each rank has received its k-th:
     #   a: 0.25  1.00  2.50  3.50      (c's k-1st and 0.25)
@@ -305,7 +308,7 @@ def test_direct_on_a_switch_by_hand() -> None:
 
 def test_a_profile_of_another_number_of_nodes_is_refused() -> None:
     with pytest.raises(ConfigError, match="describes 3 nodes, and 2 are to run"):
-        VirtualWorld(2, UP.for_nodes(3))
+        VirtualWorld(2, UP.with_nodes(3))
 
 
 def test_a_run_is_the_same_again_to_the_last_bit() -> None:

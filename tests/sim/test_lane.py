@@ -13,7 +13,7 @@ from torch import Tensor
 
 from farflung.codecs import Int8, TopK, error_feedback
 from farflung.comm import ExchangeChannel
-from farflung.devices import CodingRates, DeviceProfile, Scheduled
+from farflung.devices import CodingRates, DeviceProfile, ScheduledStraggler
 from farflung.errors import PeerLost
 from farflung.faults import FaultPlan
 from farflung.reducers import REDUCERS, CodecReducer, PowerSGD, SharedScaleQSGD
@@ -23,10 +23,10 @@ from farflung.types import (
     CodingCost,
     Contribution,
     Cost,
+    ParameterSpan,
     Payload,
-    Placed,
-    Reduced,
     Reducer,
+    ReduceResult,
     Runtime,
     Seeds,
     StateSlot,
@@ -53,16 +53,16 @@ def gradient(rank: int) -> Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
-async def exchange(runtime: Runtime, reducer: Reducer, number: int = 0) -> tuple[Reduced, float]:
+async def exchange(runtime: Runtime, reducer: Reducer, number: int = 0) -> tuple[ReduceResult, float]:
     """One bucket's, of a matrix of 12 by 10; what it brings, and when."""
     rank = runtime.comm.rank
     channel = ExchangeChannel(runtime.comm, number, 0)
-    spec = TensorSpec((NUMEL,), parts=(Placed((12, 10), 0),))
+    spec = TensorSpec((NUMEL,), spans=(ParameterSpan((12, 10), 0),))
     slot = StateSlot(reducer.init(spec, Seeds(1, 2 + rank)))
     own = Contribution(gradient(rank), 1.0, torch.zeros(0, dtype=torch.float64))
     reduced = await reducer.reduce(channel, slot, own, step=0)
-    await channel.computed()
-    return reduced, runtime.now()
+    await channel.wait_computed()
+    return reduced, runtime.read_clock()
 
 
 def driven(
@@ -165,9 +165,9 @@ def test_learning_is_charged_and_delays_the_next_exchange_alone() -> None:
     async def body(runtime: Runtime) -> tuple[float, float]:
         reducer = CodecReducer(error_feedback(TopK()))
         reduced, _ = await exchange(runtime, reducer)
-        assert reduced.learn is not None
-        reduced.learn(reducer.init(TensorSpec((NUMEL,)), Seeds(1, 2)))
-        merged = runtime.now()
+        assert reduced.update_state is not None
+        reduced.update_state(reducer.init(TensorSpec((NUMEL,)), Seeds(1, 2)))
+        merged = runtime.read_clock()
         _, at = await exchange(runtime, reducer, 1)
         return merged, at
 
@@ -213,8 +213,8 @@ def test_computing_stands_still_where_there_is_one_processor(cores: float, ends:
         pending = runtime.launch(exchange(runtime, CodecReducer(TopK())))
         ready: list[float] = []
         await runtime.compute(Cost("forward", 1), lambda: None)
-        await runtime.backward(
-            Cost("backward", 1, (60, 60)), _fill, lambda index: ready.append(runtime.now())
+        await runtime.run_backward(
+            Cost("backward", 1, (60, 60)), _fill, lambda index: ready.append(runtime.read_clock())
         )
         forward = (
             1.0 if cores == 2 else 1.7
@@ -222,7 +222,7 @@ def test_computing_stands_still_where_there_is_one_processor(cores: float, ends:
         assert ready == pytest.approx([forward + 1.0, forward + 2.0])
         await runtime.compute(Cost("optimizer", 1), lambda: None)
         await pending
-        return runtime.now()
+        return runtime.read_clock()
 
     device = DeviceProfile(forward_s=1.0, optimizer_s=1.0, cores=cores)
     assert driven(2, body, coding, device=device) == pytest.approx(ends)
@@ -239,7 +239,7 @@ def test_stragglers_and_slow_replicas_code_slowly() -> None:
     fast = ended(2, reducer, coding)
     # Rank 0 has added its own by then. Rank 1 hears it at 0.62 and adds both.
     assert fast == pytest.approx([0.1 + 0.01 + 0.5 + 0.01 + 0.02, 0.1 + 0.01 + 0.5 + 0.01 + 0.04])
-    slow = DeviceProfile(forward_s=1.0, stragglers=(Scheduled(0.0, 9.0, 3.0),))
+    slow = DeviceProfile(forward_s=1.0, stragglers=(ScheduledStraggler(0.0, 9.0, 3.0),))
     assert ended(2, reducer, coding, device=slow) == pytest.approx([3 * t - 1.0 for t in fast])
     plan = FaultPlan().slow(0, at_s=0.0, factor=3.0).slow(1, at_s=0.0, factor=3.0)
 
@@ -275,7 +275,7 @@ def heard(coding: CodingRates, nbytes: int, count: int = 1, link: LinkModel = LI
         at = []
         for number in range(count):
             await runtime.comm.recv(0, tag(number))
-            at.append(runtime.now())
+            at.append(runtime.read_clock())
         return at
 
     found: list[float] = driven(2, body, coding, link)[1]
@@ -308,7 +308,7 @@ def test_nothing_is_encrypted_where_there_is_no_network() -> None:
     async def body(runtime: Runtime) -> float:
         runtime.comm.send(Payload((torch.zeros(1),)), 1 - runtime.comm.rank, tag(1))
         await runtime.comm.recv(1 - runtime.comm.rank, tag(1))
-        return runtime.now()
+        return runtime.read_clock()
 
     device = DeviceProfile(coding=CodingRates(encrypt_s_per_byte=1.0, copy_s_per_byte=0.25))
     world = VirtualWorld(2, device=device)
@@ -335,13 +335,13 @@ def test_rates_of_nothing_change_no_time_and_rates_no_bit(name: str) -> None:
 
 def test_what_is_off_the_clock_takes_no_time() -> None:
     async def body(runtime: Runtime) -> float:
-        off = runtime.off_clock
+        off = runtime.untimed
         assert off is not None
-        assert off.comm.lane is None
+        assert off.comm.coding_processor is None
         await exchange(off, CodecReducer(TopK()))
         channel = ExchangeChannel(off.comm, 1, 0)
         channel.compute(CodingCost("encode", "topk", NUMEL), lambda: None)
-        await channel.computed()
-        return runtime.now()
+        await channel.wait_computed()
+        return runtime.read_clock()
 
     assert driven(2, body, rates({("encode", "topk"): 1.0}, message_s=1.0)) == [0.0, 0.0]

@@ -31,16 +31,16 @@ class Members:
         """The pairs of which the first reaches the second in the end."""
         while self._notices:
             self._notices.popleft()()
-        return {pair for pair in ALL if self.membership.reaches(*pair)}
+        return {pair for pair in ALL if self.membership.can_send(*pair)}
 
     def connect(self, relay: int | None) -> set[tuple[int, int]]:
         """Connects ranks 0 and 1 again."""
         if relay is not None:
-            self.membership.serve(relay, 0, 1)
+            self.membership.offer_relay(relay, 0, 1)
         made = [self.membership.reconnect(*pair, relay) for pair in sorted(PAIR)]
         known = self.settle()
-        assert all(one.done and one.error is None for one in made)
-        assert self.membership.relay(0, 1) == self.membership.relay(1, 0) == relay
+        assert all(one.is_done and one.error is None for one in made)
+        assert self.membership.find_relay(0, 1) == self.membership.find_relay(1, 0) == relay
         return known
 
 
@@ -48,7 +48,7 @@ class Members:
 def members() -> Members:
     made = Members()
     assert made.settle() == ALL
-    made.membership.reset(0, 1)
+    made.membership.reset_connection(0, 1)
     assert made.settle() == ALL - {(0, 1)}, "the end that broke it, alone, knows"
     return made
 
@@ -58,15 +58,15 @@ def test_a_pair_goes_by_its_last_relay_alone(relays: list[int | None], members: 
     """It outlasts relays that it had before; one without a relay may break again."""
     for relay in relays:
         assert members.connect(relay) == ALL
-    before, last = members.membership.connection(0, 1), relays[-1]
-    members.membership.reset(1, 0)
+    before, last = members.membership.get_connection(0, 1), relays[-1]
+    members.membership.reset_connection(1, 0)
     assert members.settle() == (ALL - {(1, 0)} if last is None else ALL)
-    assert (members.membership.connection(0, 1) is before) == (last is not None)
+    assert (members.membership.get_connection(0, 1) is before) == (last is not None)
     assert members.connect(last) == ALL
     for lost in (2, 3):
-        members.membership.crashes(lost)
+        members.membership.remove_crashed(lost)
         gone = {pair for pair in ALL if lost in pair}
         members.settle()
-        assert not any(members.membership.reaches(*pair) for pair in gone)
+        assert not any(members.membership.can_send(*pair) for pair in gone)
         is_over = last is not None and lost >= last
-        assert {members.membership.reaches(*pair) for pair in PAIR} == {not is_over}
+        assert {members.membership.can_send(*pair) for pair in PAIR} == {not is_over}

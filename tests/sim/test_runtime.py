@@ -32,19 +32,19 @@ def test_callbacks_run_at_their_times_in_order() -> None:
     clock, seen = VirtualClock(), []
 
     def note(name: str) -> Callable[[], None]:
-        return lambda: seen.append((name, clock.now()))
+        return lambda: seen.append((name, clock.time()))
 
-    clock.at(2.0, note("c"))
-    clock.at(1.0, note("b"))
-    clock.at(1.0, note("b after"))
-    clock.at(1.0, note("b before"), priority=-1)
-    clock.soon(note("a"))
+    clock.call_at(2.0, note("c"))
+    clock.call_at(1.0, note("b"))
+    clock.call_at(1.0, note("b after"))
+    clock.call_at(1.0, note("b before"), priority=-1)
+    clock.call_soon(note("a"))
 
     def more() -> None:
-        clock.soon(note("soon"))
-        clock.at(0.0, note("late"))
+        clock.call_soon(note("soon"))
+        clock.call_at(0.0, note("late"))
 
-    clock.at(1.0, more, priority=-2)
+    clock.call_at(1.0, more, priority=-2)
     clock.run()
     assert seen == [
         ("a", 0.0),
@@ -61,7 +61,7 @@ def test_callbacks_run_at_their_times_in_order() -> None:
 def test_ties_are_broken_by_priority_and_then_by_who_asked_first(asked: list[tuple[int, int]]) -> None:
     clock, seen = VirtualClock(), []
     for index, (t, priority) in enumerate(asked):
-        clock.at(float(t), lambda index=index: seen.append(index), priority)  # type: ignore[misc]
+        clock.call_at(float(t), lambda index=index: seen.append(index), priority)  # type: ignore[misc]
     clock.run()
     assert seen == sorted(range(len(asked)), key=lambda index: asked[index])
 
@@ -79,10 +79,10 @@ async def deliver(runtime: Runtime, sends: list[tuple[int, int, int]]) -> tuple[
     left, arrived = [], []
     for pending in leaving:
         await pending
-        left.append(runtime.now())
+        left.append(runtime.read_clock())
     for other in arriving:
         await other
-        arrived.append(runtime.now())
+        arrived.append(runtime.read_clock())
     return left, arrived
 
 
@@ -113,7 +113,7 @@ def test_a_link_that_was_idle_owes_nothing() -> None:
             runtime.comm.send(KILOBYTE, 1, tag())
         else:
             await runtime.comm.recv(0, tag())
-        return runtime.now()
+        return runtime.read_clock()
 
     assert in_virtual_time(2, body, LINK)[0] == [10.0, 11.5]
 
@@ -144,8 +144,8 @@ def alone(
 )
 def test_computing_takes_the_modelled_time(kind: Any, seconds: float) -> None:
     async def body(runtime: Runtime) -> tuple[float, str]:
-        value = await runtime.compute(Cost(kind, samples=8), lambda: f"computed at {runtime.now()}")
-        return runtime.now(), value
+        value = await runtime.compute(Cost(kind, samples=8), lambda: f"computed at {runtime.read_clock()}")
+        return runtime.read_clock(), value
 
     # A forward pass at the end of its time, everything else at the beginning.
     assert alone(body) == (seconds, f"computed at {seconds if kind == 'forward' else 0.0}")
@@ -159,7 +159,7 @@ def test_a_forward_pass_is_computed_just_before_its_backward_pass() -> None:
         rank = runtime.comm.rank
         for _ in range(2):
             await runtime.compute(Cost("forward", 8), lambda: seen.append(("forward", rank)))
-            await runtime.backward(
+            await runtime.run_backward(
                 Cost("backward", 8), lambda ready: seen.append(("backward", rank)), lambda bucket: None
             )
 
@@ -177,16 +177,18 @@ def test_buckets_are_ready_at_even_steps_in_the_order_they_filled() -> None:
                 ready(index)
 
         await runtime.sleep_until(1.0)
-        await runtime.backward(Cost("backward", 8), fill, lambda index: seen.append((index, runtime.now())))
-        return [*seen, ("done", runtime.now())]
+        await runtime.run_backward(
+            Cost("backward", 8), fill, lambda index: seen.append((index, runtime.read_clock()))
+        )
+        return [*seen, ("done", runtime.read_clock())]
 
     assert alone(body) == [(2, 2.0), (0, 3.0), (3, 4.0), (1, 5.0), ("done", 5.0)]
 
 
 def test_a_backward_without_buckets_takes_its_time_too() -> None:
     async def body(runtime: Runtime) -> float:
-        await runtime.backward(Cost("backward", 8), lambda ready: None, lambda index: None)
-        return runtime.now()
+        await runtime.run_backward(Cost("backward", 8), lambda ready: None, lambda index: None)
+        return runtime.read_clock()
 
     assert alone(body) == 4.0
 
@@ -207,13 +209,13 @@ def test_exchanges_run_beside_the_replica() -> None:
         other = 1 - runtime.comm.rank
         runtime.comm.send(KILOBYTE, other, tag())
         await runtime.comm.recv(other, tag())
-        return runtime.now()
+        return runtime.read_clock()
 
     async def body(runtime: Runtime) -> tuple[float, float, float]:
         under_way = runtime.launch(exchange(runtime))
         await runtime.compute(Cost("forward", 8), lambda: None)
-        computed = runtime.now()
-        return computed, await under_way, runtime.now()
+        computed = runtime.read_clock()
+        return computed, await under_way, runtime.read_clock()
 
     world = VirtualWorld(2, LINK, seconds_per_sample=0.125)
     assert world.run([body(runtime) for runtime in world.runtimes]) == [(1.0, 1.5, 1.5)] * 2
@@ -222,7 +224,7 @@ def test_exchanges_run_beside_the_replica() -> None:
 def test_first_of_several_in_time() -> None:
     async def body(runtime: Runtime) -> list[int]:
         late, early, tie = (runtime.sleep_until(t) for t in (3.0, 2.0, 2.0))
-        return [await runtime.first_of(late, early, tie), await runtime.first_of(late, tie, early)]
+        return [await runtime.wait_any(late, early, tie), await runtime.wait_any(late, tie, early)]
 
     assert alone(body) == [1, 2]  # of two for the same time, the one asked for first
 
@@ -231,7 +233,7 @@ def test_sleeping_into_the_past_takes_no_time() -> None:
     async def body(runtime: Runtime) -> float:
         await runtime.sleep_until(4.0)
         await runtime.sleep_until(1.0)
-        return runtime.now()
+        return runtime.read_clock()
 
     assert alone(body) == 4.0
 
@@ -247,12 +249,12 @@ def test_a_run_repeats_event_for_event() -> None:
             rng = random.Random(seed + runtime.comm.rank)
             others = [rank for rank in range(4) if rank != runtime.comm.rank]
             for turn in range(5):
-                await runtime.sleep_until(runtime.now() + rng.choice([0.0, 0.5, 1.0]))
+                await runtime.sleep_until(runtime.read_clock() + rng.choice([0.0, 0.5, 1.0]))
                 for other in others:
                     runtime.comm.send(numbered(runtime.comm.rank), other, tag(turn))
                 for _ in others:
                     _, payload = await runtime.comm.recv_any(tag(turn))
-                    seen.append((runtime.now(), runtime.comm.rank, number_in(payload)))
+                    seen.append((runtime.read_clock(), runtime.comm.rank, number_in(payload)))
 
         in_virtual_time(4, body, LinkModel(0.25))
         return seen
@@ -268,7 +270,7 @@ def test_the_outside_random_state_is_left_alone() -> None:
         for _ in range(3):
             state.install()
             torch.rand(3)
-            await runtime.sleep_until(runtime.now() + 1.0)
+            await runtime.sleep_until(runtime.read_clock() + 1.0)
 
     before = torch.get_rng_state()
     in_virtual_time(3, body)
@@ -322,7 +324,7 @@ def test_rank_0_decides_for_everybody() -> None:
             return {"rank": runtime.comm.rank, "asked": len(asked), "none": [None, True, 0.5, "ü"]}
 
         made = [await runtime.decide(name, step, local) for name, step in (("a", 1), ("b", 1), ("a", 2))]
-        return made, runtime.now()
+        return made, runtime.read_clock()
 
     results = world.run([body(runtime) for runtime in world.runtimes])
     assert asked == [0, 0, 0]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from farflung.decisions import DecisionLog
 from farflung.errors import ConfigError
-from farflung.streams.buffer import Buffer, buffered
-from farflung.types import Decision, Feed, Json
+from farflung.streams.buffer import Buffer, with_buffer_options
+from farflung.types import Decision, Json, StreamContext
 from tests.streams.test_streams import numbers
 
 LANES, STRIDE = 3, 16
@@ -37,11 +37,11 @@ class Driven:
 
         self.gone: list[int] = []
         self.buffer = Buffer(**settings)
-        self.buffer.open(
-            Feed(numbers(4), 0, 1, True, 3, 5, decide),
+        self.buffer.prepare(
+            StreamContext(numbers(4), 0, 1, True, 3, 5, decide),
             lanes=lanes,
             stride=STRIDE,
-            gone=lambda ids: self.gone.extend(ids.tolist()),
+            on_remove=lambda ids: self.gone.extend(ids.tolist()),
         )
         self.next = dict.fromkeys(range(lanes), 0)
         self.step = 0
@@ -59,7 +59,7 @@ class Driven:
             return False
         assert self.buffer.poll(self.step, lambda: -1.0)[1].ids.tolist() == arrivals.ids.tolist()
         taken = arrivals.ids[: arrivals.count]
-        assert arrivals.told["held_nbytes"] == (8 + 4) * arrivals.told["held"]  # type: ignore[operator]
+        assert arrivals.telemetry["held_nbytes"] == (8 + 4) * arrivals.telemetry["held"]  # type: ignore[operator]
         self.buffer.commit(taken)
         self.taken.append(taken.tolist())
         self.step += 1
@@ -128,7 +128,7 @@ def test_a_choice_that_cannot_have_been_made_is_refused(value: Json) -> None:
 
 
 def test_a_stream_shows_the_options_of_its_buffer() -> None:
-    @buffered
+    @with_buffer_options
     class Some:
         def __init__(self, rate: float, **buffer: Any) -> None: ...
 

@@ -10,7 +10,7 @@ from farflung.streams.growth import Growth
 def rate_of(*marks: tuple[float, int], span_s: float = 1.0) -> float | None:
     growth = Growth(span_s)
     for mark in marks:
-        growth.note(*mark)
+        growth.record_count(*mark)
     return growth.rate
 
 
@@ -46,17 +46,17 @@ def test_what_is_silent_is_the_slower_the_longer_and_never_nothing() -> None:
 
 def test_a_measurement_may_have_to_do_before_its_time() -> None:
     growth = Growth(2.0)
-    growth.settle()
+    growth.finalize()
     assert growth.rate is None
-    growth.note(1.0, 40)
-    growth.settle()
+    growth.record_count(1.0, 40)
+    growth.finalize()
     assert growth.rate == 0.5, "one in a span: nothing is known"
-    growth.settle()
-    growth.note(2.0, 70)
-    growth.note(3.0, 100)
+    growth.finalize()
+    growth.record_count(2.0, 70)
+    growth.record_count(3.0, 100)
     assert growth.rate == 30.0
     growth = Growth(2.0)
-    growth.note(0.0, 0)
-    growth.note(0.1, 40)
-    growth.settle()
+    growth.record_count(0.0, 0)
+    growth.record_count(0.1, 40)
+    growth.finalize()
     assert growth.rate == 400.0

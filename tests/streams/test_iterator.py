@@ -26,7 +26,7 @@ Pairs = Iterator[tuple[int, Sample]]
 
 
 def sample(index: int) -> Sample:
-    rows = DATA.rows(torch.tensor([index]))
+    rows = DATA.get_rows(torch.tensor([index]))
     return rows.inputs[0], rows.targets[0]
 
 
@@ -41,7 +41,7 @@ def opened() -> Iterator[Callable[..., tuple[LiveStream, Any]]]:
 
     def make(function: Any, rank: int = 0, size: int = 1, **options: Any) -> tuple[LiveStream, Any]:
         made.append(iterator(function, **{"deadline_s": PATIENCE_S, **options}))
-        return made[-1], made[-1].open(feed(None, rank, size, data=DATA, batch_size=4))
+        return made[-1], made[-1].start(feed(None, rank, size, data=DATA, batch_size=4))
 
     yield make
     for each in made:
@@ -171,13 +171,13 @@ def test_each_sample_is_trained_on_once_over_a_kill_and_a_replay_takes_the_same(
 
 def test_the_clock_of_an_iterator_stands_still_while_it_is_not_resumed() -> None:
     source = IteratorSource(lambda rank, size, position: ((at, sample(0)) for at in itertools.count()))
-    source.open(0, 1)
+    source.connect(0, 1)
     source.start({0: 0})
     times = []
     for count in (CHUNK + 1, CHUNK + 2):  # the last of them waits for room
-        while (mark := source.grown()[0])[1] < count:
+        while (mark := source.count_messages()[0])[1] < count:
             pass
-        assert source.grown() == {0: mark}
+        assert source.count_messages() == {0: mark}
         times.append(mark[0])
         source.read(1, 0.0)
     assert times[0] < times[1]

@@ -15,13 +15,13 @@ from farflung.data import TensorDataset
 from farflung.decisions import DecisionLog
 from farflung.errors import CheckpointError, ConfigError, DataError
 from farflung.streams import LiveStream, as_messages
-from farflung.streams.live import STRIDE, MessageSource, Reach, Records
+from farflung.streams.live import STRIDE, MessageSource, PartitionRange, Records
 from farflung.types import Arrivals, Samples
 from tests.helpers import PATIENCE_S
 from tests.streams.test_streams import feed
 
 DATA = TensorDataset(torch.arange(400.0).reshape(100, 4), torch.arange(100))
-VALUES = as_messages(DATA.rows(torch.arange(100)))
+VALUES = as_messages(DATA.get_rows(torch.arange(100)))
 
 
 def step(stream: Any, samples: Any, number: int) -> list[int]:
@@ -60,14 +60,14 @@ class Fountain(MessageSource):
         """Messages that come to each partition in a second."""
 
     @override
-    def grown(self) -> Mapping[int, tuple[float, int]]:
+    def count_messages(self) -> Mapping[int, tuple[float, int]]:
         seconds = next(self.looks)
         return {number: (100.0 + seconds, 1000 + rate * seconds) for number, rate in self.rates.items()}
 
     @override
-    def open(self, rank: int, size: int) -> Mapping[int, Reach]:
+    def connect(self, rank: int, size: int) -> Mapping[int, PartitionRange]:
         return {
-            number: Reach(self.first[number], len(values), self.begin[number])
+            number: PartitionRange(self.first[number], len(values), self.begin[number])
             for number, values in self.partitions.items()
             if number % size == rank
         }
@@ -77,9 +77,9 @@ class Fountain(MessageSource):
         self.at = dict(positions)
 
     @override
-    def read(self, most: int, wait_s: float) -> list[Records]:
+    def read(self, max_messages: int, wait_s: float) -> list[Records]:
         found: list[Records] = []
-        left = most
+        left = max_messages
         with self.heard:
             for number, at in self.at.items():
                 values = self.partitions[number]
@@ -89,7 +89,7 @@ class Fountain(MessageSource):
                     self.at[number] = positions[-1] + 1
                     read = [values[one] for one in positions]
                     found.append(Records(number, positions, read))
-            self.most_read = max(self.most_read, most - left)
+            self.most_read = max(self.most_read, max_messages - left)
             if not found:
                 self.heard.wait(wait_s)
         return found
@@ -100,11 +100,11 @@ class Fountain(MessageSource):
             self.heard.notify_all()
 
     @override
-    def pause(self, paused: bool) -> None:
-        self.paused = paused
+    def pause(self, is_paused: bool) -> None:
+        self.paused = is_paused
 
     @override
-    def used(self, positions: Mapping[int, int], step: int) -> None:
+    def commit_positions(self, positions: Mapping[int, int], step: int) -> None:
         with self.heard:
             self.told.append((dict(positions), step))
             self.heard.notify_all()
@@ -128,13 +128,13 @@ class Reader:
         **buffer: Any,
     ) -> None:
         self.stream = LiveStream(source, None, skip, deadline_s, buffer)
-        self.samples: Samples = self.stream.open(feed(log, data=DATA, batch_size=5, size=size))
+        self.samples: Samples = self.stream.start(feed(log, data=DATA, batch_size=5, size=size))
 
     def take(self, step: int) -> Arrivals:
         arrivals = self.stream.poll(0.0, step)
-        while arrivals.ready is not None:
-            assert not isinstance(arrivals.ready, float)
-            arrivals.ready.wait()
+        while arrivals.next_poll is not None:
+            assert not isinstance(arrivals.next_poll, float)
+            arrivals.next_poll.wait()
             arrivals = self.stream.poll(0.0, step)
         return arrivals
 
@@ -142,8 +142,8 @@ class Reader:
         """Partition and position of each sample that the step has used."""
         arrivals = self.take(step)
         ids = arrivals.ids[: arrivals.count]
-        rows = self.samples.rows(ids)
-        assert rows.inputs.tolist() == DATA.rows(rows.targets).inputs.tolist()
+        rows = self.samples.get_rows(ids)
+        assert rows.inputs.tolist() == DATA.get_rows(rows.targets).inputs.tolist()
         self.stream.commit(ids, step=step)
         return [(one % STRIDE, one // STRIDE) for one in ids.tolist()]
 
@@ -171,9 +171,9 @@ def test_samples_are_used_in_order_and_once(reader: Make) -> None:
     one = reader(source)
     assert [one.step(step) for step in range(2)] == [[(0, n) for n in range(k, k + 5)] for k in (0, 5)]
     arrivals = one.stream.poll(0.0, 2)
-    assert arrivals.ready is not None
+    assert arrivals.next_poll is not None
     source.put(0, *VALUES[12:15])
-    told = one.take(2).told
+    told = one.take(2).telemetry
     assert told == {"held": 5, "held_nbytes": 5 * (4 * 4 + 8), "dropped": 0, "skipped": 0}
     assert one.step(2) == [(0, n) for n in range(10, 15)]
     one.stream.close()
@@ -187,7 +187,7 @@ def test_what_was_held_is_read_again_after_a_restart(reader: Make) -> None:
     one.take(2)
     state = one.stream.state_dict()
     again = reader(Fountain(VALUES[:40], VALUES[:40]), least=1, most=7, backlog=20)
-    again.stream.seek(state)
+    again.stream.load_state_dict(state)
     step = 2
     while len(used) < 80:
         used += again.step(step)
@@ -199,8 +199,8 @@ def test_rows_of_a_step_under_way_are_waited_for_after_a_restart(reader: Make) -
     one = reader(Fountain(VALUES[:9]))
     ids = one.take(0).ids[:5]
     again = reader(Fountain(VALUES[:9]))
-    again.stream.seek(one.stream.state_dict())
-    assert again.samples.rows(ids).targets.tolist() == [0, 1, 2, 3, 4]
+    again.stream.load_state_dict(one.stream.state_dict())
+    assert again.samples.get_rows(ids).targets.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_replay_takes_partitions_in_the_order_they_were_taken_in(reader: Make) -> None:
@@ -233,7 +233,7 @@ def test_a_full_buffer_pauses_its_source(reader: Make) -> None:
     used: list[tuple[int, int]] = []
     for step in range(20):
         used += one.step(step)
-        assert one.stream._next[0] <= len(used) + 8
+        assert one.stream._next_positions[0] <= len(used) + 8
     assert used == [(0, position) for position in range(100)]
     assert source.most_read <= 8
 
@@ -259,8 +259,8 @@ def test_a_first_measurement_that_does_not_end_is_settled(
 ) -> None:
     """As of an iterator that is held back: its clock stands still."""
     source = Fountain(VALUES[:50])
-    monkeypatch.setattr(source, "grown", lambda: {0: (0.5 * min(1, next(source.looks)), 20)})
-    monkeypatch.setattr("farflung.streams.live.SETTLE", 0)
+    monkeypatch.setattr(source, "count_messages", lambda: {0: (0.5 * min(1, next(source.looks)), 20)})
+    monkeypatch.setattr("farflung.streams.live.FINALIZE_SPANS", 0)
     assert reader(source, window_s=1.0, least=4).take(0).count == 4
 
 
@@ -274,7 +274,7 @@ def test_after_a_restart_the_rate_is_the_checkpoints_until_it_is_measured(
     source = Fountain(VALUES[:40])
     source.rates.clear()
     again = reader(source, least=4, **by)
-    again.stream.seek(one.stream.state_dict())
+    again.stream.load_state_dict(one.stream.state_dict())
     after = again.take(1)
     assert (after.count, after.weight) == (before.count, before.weight)
 
@@ -283,11 +283,11 @@ def test_messages_that_do_not_decode_are_skipped_and_counted(reader: Make) -> No
     source = Fountain([*VALUES[:4], b"garbage", *VALUES[5:8], b"", *VALUES[9:12]])
     one = reader(source, skip=2)
     assert one.step(0) == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 5)]
-    assert one.take(1).told["skipped"] == 2
+    assert one.take(1).telemetry["skipped"] == 2
     assert one.stream.state_dict()["skipped"] == 2
     again = reader(Fountain(*source.partitions.values()), skip=2)
-    again.stream.seek(one.stream.state_dict())
-    assert again.take(1).told["skipped"] == 2
+    again.stream.load_state_dict(one.stream.state_dict())
+    assert again.take(1).telemetry["skipped"] == 2
     source.put(0, b"worse")
     one.step(1)
     with pytest.raises(
@@ -311,11 +311,11 @@ def test_a_partition_that_is_gone_is_named_and_a_new_one_is_read_from_its_beginn
     with pytest.raises(
         CheckpointError, match="fountain: partition 1, which the checkpoint goes on from, is gone"
     ):
-        reader(Fountain(VALUES[:9])).stream.seek(state)
+        reader(Fountain(VALUES[:9])).stream.load_state_dict(state)
     more = Fountain(VALUES[:5], VALUES[:5], VALUES[:5])
     more.begin[2] = 5
     again = reader(more, least=5)
-    again.stream.seek(state)
+    again.stream.load_state_dict(state)
     assert again.step(1) == [(2, position) for position in range(5)]
 
 
@@ -326,12 +326,12 @@ def test_positions_that_are_not_there_any_more_are_refused(reader: Make) -> None
     trimmed = Fountain(VALUES[:20])
     trimmed.first[0] = 6
     with pytest.raises(CheckpointError, match=r"position 5 of partition 0, which has 6 to 20: .*deleted"):
-        reader(trimmed).stream.seek(state)
+        reader(trimmed).stream.load_state_dict(state)
     with pytest.raises(CheckpointError, match="position 5 of partition 0, which has 0 to 3"):
-        reader(Fountain(VALUES[:3])).stream.seek(state)
+        reader(Fountain(VALUES[:3])).stream.load_state_dict(state)
     holed = Fountain([*VALUES[:7], b"deleted", *VALUES[8:30]])
     again = reader(holed)
-    again.stream.seek(state)
+    again.stream.load_state_dict(state)
     with pytest.raises(DataError, match=r"the sample at position 7 of partition 0 was held .* deleted there"):
         again.step(1)
 

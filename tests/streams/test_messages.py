@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from farflung.errors import ConfigError
 from farflung.streams import as_messages
-from farflung.streams.messages import Messages, function_named
+from farflung.streams.messages import MessageDecoder, import_function
 from farflung.types import Batch
 from tests.helpers import same_bits
 
@@ -34,9 +34,9 @@ def test_rows_come_back_as_they_were(
     count: int, shape: tuple[int, ...], inputs: torch.dtype, targets: torch.dtype
 ) -> None:
     sent = batch(count, shape, inputs, targets)
-    reader = Messages(sent, None)
+    reader = MessageDecoder(sent, None)
     for _ in range(2):  # one by one, then all with the header that is remembered
-        read = reader.rows([reader.keep(value) for value in as_messages(sent)])
+        read = reader.build_rows([reader.check_message(value) for value in as_messages(sent)])
         assert same_bits(read.inputs, sent.inputs)
         assert same_bits(read.targets, sent.targets)
 
@@ -48,9 +48,9 @@ def test_any_library_of_safetensors_may_write_them() -> None:
         {"inputs": like.inputs[1], "other": torch.ones(5), "targets": like.targets[1]}, {"from": "elsewhere"}
     )
     for first in range(3):
-        reader = Messages(like, None)
-        reader.keep(values[first])
-        read = reader.rows([reader.keep(value) for value in values])
+        reader = MessageDecoder(like, None)
+        reader.check_message(values[first])
+        read = reader.build_rows([reader.check_message(value) for value in values])
         assert same_bits(read.inputs, like.inputs)
         assert same_bits(read.targets, like.targets)
 
@@ -80,11 +80,11 @@ GOOD = as_messages(LIKE)[0]
     ],
 )
 def test_what_is_no_sample_of_the_workload_is_refused(value: bytes, says: str) -> None:
-    reader = Messages(LIKE, None)
+    reader = MessageDecoder(LIKE, None)
     for _ in range(2):
         with pytest.raises(ValueError, match=says):
-            reader.keep(value)
-        reader.keep(GOOD)
+            reader.check_message(value)
+        reader.check_message(GOOD)
 
 
 def pairs(value: bytes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,17 +94,19 @@ def pairs(value: bytes) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_decoder_reads_other_messages() -> None:
-    reader = Messages(LIKE, pairs)
-    rows = reader.rows([reader.keep(struct.pack("<ffq", 0.5, index, index)) for index in range(3)])
+    reader = MessageDecoder(LIKE, pairs)
+    rows = reader.build_rows(
+        [reader.check_message(struct.pack("<ffq", 0.5, index, index)) for index in range(3)]
+    )
     assert rows.inputs.tolist() == [[0.5, 0.0], [0.5, 1.0], [0.5, 2.0]]
     assert rows.targets.tolist() == [0, 1, 2]
     with pytest.raises(struct.error):
-        reader.keep(b"short")
+        reader.check_message(b"short")
 
 
 def test_a_function_is_given_itself_or_by_name() -> None:
-    assert function_named("decoder", pairs) is pairs
-    assert function_named("decoder", f"{__name__}:pairs") is pairs
+    assert import_function("decoder", pairs) is pairs
+    assert import_function("decoder", f"{__name__}:pairs") is pairs
     for name in ("nowhere:pairs", f"{__name__}:GOOD", f"{__name__}:absent"):
         with pytest.raises(ConfigError, match="decoder"):
-            function_named("decoder", name)
+            import_function("decoder", name)

@@ -12,7 +12,7 @@ from farflung.data import STREAMS, InMemory, TensorDataset
 from farflung.decisions import DecisionLog
 from farflung.errors import ConfigError, DataError
 from farflung.streams import RateLimited
-from farflung.types import Arrivals, Dataset, Decision, Feed, Json, Stream
+from farflung.types import Arrivals, Dataset, Decision, Json, Stream, StreamContext
 
 
 def numbers(count: int) -> TensorDataset:
@@ -27,22 +27,22 @@ def feed(
     data: Dataset | None = None,
     shared: bool = True,
     batch_size: int = 2,
-) -> Feed:
+) -> StreamContext:
     kept = log or DecisionLog()
 
     def decide(name: str, step: int, local: Callable[[], Json]) -> Decision:
         return kept.decide(name, step, local, rank)
 
-    return Feed(data or numbers(10), rank, size, shared, batch_size, 5, decide)
+    return StreamContext(data or numbers(10), rank, size, shared, batch_size, 5, decide)
 
 
 def opened(stream: Stream, log: DecisionLog | None = None, **given: Any) -> Stream:
-    stream.open(feed(log, **given))
+    stream.start(feed(log, **given))
     return stream
 
 
 def shown(arrivals: Arrivals) -> tuple[list[int], object, int | None]:
-    return arrivals.ids.tolist(), arrivals.ready, arrivals.count
+    return arrivals.ids.tolist(), arrivals.next_poll, arrivals.count
 
 
 ROWS: dict[str, Callable[[], Stream]] = {
@@ -69,7 +69,7 @@ def test_what_is_held_is_shown_until_it_is_taken_out(make: Callable[[], Stream])
     first = stream.poll(5.0, 0)
     again = stream.poll(5.0, 0)
     assert shown(first) == shown(again)
-    assert first.ready is None
+    assert first.next_poll is None
     used = first.ids[: first.count]
     stream.commit(used, step=0)
     left = stream.poll(5.0, 1).ids.tolist()
@@ -84,7 +84,7 @@ def test_a_position_is_gone_back_to(make: Callable[[], Stream]) -> None:
     stream.poll(0.0, 0)
     first = stream.poll(1.0, 0)
     stream.commit(first.ids[:1], step=0)
-    later.seek(stream.state_dict())
+    later.load_state_dict(stream.state_dict())
     at_once = later.poll(100.0, 1)
     assert at_once.ids.tolist() == first.ids[1:].tolist()
     beyond = later.poll(100.5, 2).ids.tolist()
@@ -103,8 +103,8 @@ def test_what_is_awaited_is_there_at_its_time(rate: float) -> None:
     stream, now = opened(RateLimited(rate, least=1)), 0.3
     for step in range(200):
         arrivals = stream.poll(now, step)
-        assert isinstance(arrivals.ready, float)
-        now = arrivals.ready
+        assert isinstance(arrivals.next_poll, float)
+        now = arrivals.next_poll
         (index,) = stream.poll(now, step).ids.tolist()
         assert index == step
         stream.commit(torch.tensor([index]), step=step)
@@ -113,7 +113,7 @@ def test_what_is_awaited_is_there_at_its_time(rate: float) -> None:
 def test_a_step_takes_all_there_is_between_two_bounds() -> None:
     log = DecisionLog()
     stream = opened(RateLimited(10.0, least=2, most=5), log)
-    assert stream.poll(0.0, 0).ready == 0.2
+    assert stream.poll(0.0, 0).next_poll == 0.2
     sizes = []
     for step, now in enumerate((0.2, 0.5, 1.8, 1.9)):
         arrivals = stream.poll(now, step)
@@ -163,9 +163,9 @@ def test_a_replay_takes_and_drops_what_it_did_on_a_slower_clock() -> None:
     retaken, now = [], 0.0
     for step in range(3):
         arrivals = again.poll(now, step)
-        while arrivals.ready is not None:
-            assert isinstance(arrivals.ready, float)
-            now = arrivals.ready
+        while arrivals.next_poll is not None:
+            assert isinstance(arrivals.next_poll, float)
+            now = arrivals.next_poll
             arrivals = again.poll(now, step)
         retaken.append(arrivals.ids[: arrivals.count].tolist())
         again.commit(arrivals.ids[: arrivals.count], step=step)
@@ -189,9 +189,9 @@ def test_a_truncated_stream_takes_the_newest_and_holds_no_more_than_just_streame
     told, taken = [], []
     for step, now in enumerate((2.0, 12.0, 15.0)):
         arrivals = stream.poll(now, step)
-        assert arrivals.ready is None
+        assert arrivals.next_poll is None
         taken.append(arrivals.ids.tolist())
-        told.append(tuple(arrivals.told.values()))
+        told.append(tuple(arrivals.telemetry.values()))
         stream.commit(arrivals.ids, step=step)
     assert taken == [[0, 1], [9, 10, 11], [12, 13, 14]]
     assert told == [(2, 24, 0), (10, 120, 7), (3, 36, 7)]
@@ -205,7 +205,7 @@ def test_what_a_truncated_step_leaves_is_dropped() -> None:
     arrivals = stream.poll(4.0, 0)
     stream.commit(arrivals.ids[:3], step=0)
     assert shown(stream.poll(5.0, 1)) == ([4], 6.0, None)
-    assert stream.poll(6.0, 1).told["dropped"] == 1
+    assert stream.poll(6.0, 1).telemetry["dropped"] == 1
 
 
 @pytest.mark.parametrize(("rate", "size"), [(8.0, 8), (20.4, 20), (38, 38), (5000.0, 1024)])
@@ -213,7 +213,7 @@ def test_a_step_is_made_of_what_a_window_brings(rate: float, size: int) -> None:
     log = DecisionLog()
     stream = opened(RateLimited(rate, window_s=1.0), log)
     arrivals = stream.poll(0.0, 0)
-    assert arrivals.ready == pytest.approx(size / rate)
+    assert arrivals.next_poll == pytest.approx(size / rate)
     stream.poll(0.0, 0)
     assert stream.poll(30.0, 0).count == size
     assert log.entries == []
@@ -245,7 +245,7 @@ def test_a_step_may_weigh_by_its_rate() -> None:
 def test_replicas_take_turns_in_passes_over_the_whole() -> None:
     data = numbers(6)
     rows = [
-        RateLimited(1.0).open(feed(rank=rank, size=2, data=data)).rows(torch.arange(6)).inputs
+        RateLimited(1.0).start(feed(rank=rank, size=2, data=data)).get_rows(torch.arange(6)).inputs
         for rank in range(2)
     ]
     for first, last in ((0, 3), (3, 6)):
@@ -253,7 +253,10 @@ def test_replicas_take_turns_in_passes_over_the_whole() -> None:
         assert sorted(of_a_pass.tolist()) == list(range(6))
     assert rows[0][:3].tolist() != rows[0][3:].tolist()
     alone = [
-        RateLimited(1.0).open(feed(rank=rank, size=2, shared=False)).rows(torch.arange(10)).inputs.tolist()
+        RateLimited(1.0)
+        .start(feed(rank=rank, size=2, shared=False))
+        .get_rows(torch.arange(10))
+        .inputs.tolist()
         for rank in range(2)
     ]
     assert [sorted(each) for each in alone] == [list(range(10))] * 2, "a share is its replica's alone"

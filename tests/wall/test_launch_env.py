@@ -19,8 +19,8 @@ from farflung.comm import Endpoint
 from farflung.comm.interface import LOOPBACK
 from farflung.errors import ConfigError, DeadlinePassed
 from farflung.runs import prepare_training
-from farflung.wall import LaunchEnv, interface_to_master
-from farflung.wall.stores import serving
+from farflung.wall import LaunchEnv, find_interface_to_master
+from farflung.wall.stores import serve_store
 from tests.forks import farflung
 from tests.helpers import PATIENCE_S, in_threads, joined, parted
 from tests.listening import listening
@@ -201,14 +201,14 @@ def test_a_launch_environment_by_hand_asks_for_what_it_lacks(monkeypatch: pytest
 def test_the_way_to_the_others_is_that_to_their_store(
     env: LaunchEnv, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farflung.wall.launch_env.route_to", lambda host: host)
+    monkeypatch.setattr("farflung.wall.launch_env.find_local_address", lambda host: host)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    store = dist.PrefixStore("a", dist.PrefixStore("b", serving("127.0.0.2", 0)))
-    assert env.interface(store) == found
-    assert interface_to_master(store) == "127.0.0.2"
+    store = dist.PrefixStore("a", dist.PrefixStore("b", serve_store("127.0.0.2", 0)))
+    assert env.find_interface(store) == found
+    assert find_interface_to_master(store) == "127.0.0.2"
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.4")
-    assert interface_to_master(dist.HashStore()) == "127.0.0.4"
-    assert interface_to_master(None) == LOOPBACK
+    assert find_interface_to_master(dist.HashStore()) == "127.0.0.4"
+    assert find_interface_to_master(None) == LOOPBACK
 
 
 def test_whoever_started_the_workers_has_the_say_over_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_the_store_of_one_machine_is_on_loopback() -> None:
     one.set("said", "here")
     assert other.get("said") == b"here"
     assert listening() - before == {("127.0.0.1", port)}
-    again = ranks[0].store(30.0)  # as a second model's, or the process group's
+    again = ranks[0].connect_store(30.0)  # as a second model's, or the process group's
     assert again is not None
     assert again.get("said") == b"here"
 
@@ -245,10 +245,10 @@ def test_a_store_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -
     with pytest.raises(
         DeadlinePassed, match=rf"rank 0: .* its store at 127.0.0.1:{port} \(Connection refused\)"
     ):
-        nowhere.store(0.3)
+        nowhere.connect_store(0.3)
     for rank in range(2):
         with pytest.raises(ConfigError, match=r"MASTER_ADDR 999\.1\.1\.1: unknown host"):
-            LaunchEnv(rank, 2, rank, 2, master=("999.1.1.1", str(port))).store(30.0)
+            LaunchEnv(rank, 2, rank, 2, master=("999.1.1.1", str(port))).connect_store(30.0)
     assert capfd.readouterr() == ("", "")
 
 
@@ -256,7 +256,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"MASTER_PORT {port}: cannot be listened at"):
-            LaunchEnv(0, 2, 0, 2, master=("127.0.0.1", str(port))).store(30.0)
+            LaunchEnv(0, 2, 0, 2, master=("127.0.0.1", str(port))).connect_store(30.0)
 
 
 def test_a_replica_that_waits_for_the_others_is_stopped(tmp_path: Path) -> None:
@@ -290,6 +290,6 @@ def test_native_collectives_listen_where_they_are_told_alone() -> None:
 
 def test_a_store_of_a_file_takes_no_port(tmp_path: Path) -> None:
     before = listening()
-    store = LaunchEnv(0, 2, 0, 2, tmp_path / "meeting").store(30.0)
+    store = LaunchEnv(0, 2, 0, 2, tmp_path / "meeting").connect_store(30.0)
     assert store is not None
     assert listening() == before

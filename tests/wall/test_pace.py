@@ -31,7 +31,7 @@ def compute(pace: Pace, clock: Clock, cost: Cost, seconds: float) -> None:
     _, ends = pace.begin(cost)
     clock.move(seconds)
     if cost.kind != "optimizer":
-        pace.computed(ends)
+        pace.check_overrun(ends)
     pace.end(ends)
 
 
@@ -42,7 +42,7 @@ def test_a_fast_machine_idles_to_the_modelled_end() -> None:
     assert clock.now == pytest.approx(101.0)
     compute(pace, clock, BACKWARD, 0.25)
     assert clock.now == pytest.approx(103.0)
-    assert (pace.steps, pace.overran) == (1, 0)
+    assert (pace.steps, pace.num_overruns) == (1, 0)
 
 
 def test_what_lies_between_computations_is_made_up_for() -> None:
@@ -53,7 +53,7 @@ def test_what_lies_between_computations_is_made_up_for() -> None:
     clock.move(0.2)
     compute(pace, clock, FORWARD, 0.25)
     assert clock.now == pytest.approx(102.0)
-    assert pace.overran == 0
+    assert pace.num_overruns == 0
 
 
 def test_a_wait_is_not_made_up_for_but_what_follows_it_is() -> None:
@@ -61,7 +61,7 @@ def test_a_wait_is_not_made_up_for_but_what_follows_it_is() -> None:
     pace = paced(clock)
     compute(pace, clock, FORWARD, 0.25)
     clock.move(5.0)
-    pace.waited()
+    pace.finish_wait()
     compute(pace, clock, OPTIMIZER, 0.1)
     clock.move(0.2)
     compute(pace, clock, FORWARD, 0.25)
@@ -74,8 +74,8 @@ def test_a_step_that_overran_is_counted_once_and_not_shortened() -> None:
     compute(pace, clock, FORWARD, 1.5)
     assert clock.now == pytest.approx(101.5)
     compute(pace, clock, BACKWARD, 4.0)
-    assert pace.overran == 1
-    pace.waited()
+    assert pace.num_overruns == 1
+    pace.finish_wait()
     compute(pace, clock, FORWARD, 0.1)
-    assert (pace.steps, pace.overran) == (2, 1)
+    assert (pace.steps, pace.num_overruns) == (2, 1)
     assert pace.to_json() == {"device": "test", "steps": 2, "overran": 1}

@@ -11,12 +11,12 @@ from farflung.wall import stores
 
 
 def test_a_store_is_served_at_one_address() -> None:
-    first, second = stores.serving("127.0.0.1", 0), stores.serving("localhost", 0)
+    first, second = stores.serve_store("127.0.0.1", 0), stores.serve_store("localhost", 0)
     first.set("key", "one")
     second.set("key", "two")
     assert (first.get("key"), second.get("key")) == (b"one", b"two")
     with pytest.raises(OSError, match="in use"):
-        stores.serving("127.0.0.1", first.port)
+        stores.serve_store("127.0.0.1", first.port)
 
 
 def test_a_store_that_does_not_answer_is_waited_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,6 +25,6 @@ def test_a_store_that_does_not_answer_is_waited_for_a_while_only(monkeypatch: py
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: made.wait())
     try:
         with pytest.raises(OSError, match="timed out"):
-            stores.serving("127.0.0.1", 0)
+            stores.serve_store("127.0.0.1", 0)
     finally:
         made.set()

@@ -18,7 +18,7 @@ from farflung.errors import ConfigError, RunLost
 from farflung.membership import View
 from farflung.tasks import Pending
 from farflung.wall import WallRuntime, visits
-from farflung.wall.visits import Guest, Takes, elastic_on
+from farflung.wall.visits import JoinClient, JoinTerms, create_elastic
 from tests.helpers import PATIENCE_S, in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*coroutine.*:pytest.PytestUnraisableExceptionWarning")
@@ -44,26 +44,26 @@ class Run:
     def _begin(self, rank: int, size: int, store: dist.Store) -> Any:
         options: Any = {"members": range(size), "join_s": PATIENCE_S, "deadline_s": PATIENCE_S}
         runtime = self.runtimes[rank] = WallRuntime(rank, RANKS, store, **options)
-        takes = Takes({}, RANKS, self.published[rank].put)
+        takes = JoinTerms({}, RANKS, self.published[rank].put)
         return self._elastic(runtime, range(size), takes=takes)
 
     def _elastic(self, runtime: WallRuntime, ranks: Any, **options: Any) -> Any:
-        runtime.elastic = elastic_on(runtime, ranks, patience_s=10 * PATIENCE_S, returns=True, **options)
+        runtime.elastic = create_elastic(runtime, ranks, patience_s=10 * PATIENCE_S, returns=True, **options)
         return runtime.elastic
 
     def next_of(self, rank: int) -> Access:
         """How the run is reached by a member's next view."""
         return self.published[rank].get(timeout=PATIENCE_S)
 
-    def guest(self, *addresses: str) -> Guest:
-        return Guest(self.access, addresses or self.access.addresses)
+    def guest(self, *addresses: str) -> JoinClient:
+        return JoinClient(self.access, addresses or self.access.addresses)
 
-    def come(self, guest: Guest) -> Any:
+    def come(self, guest: JoinClient) -> Any:
         """Has a replica meet the members, which admit it."""
         runtime = self.runtimes[guest.rank] = WallRuntime(
-            guest.rank, RANKS, None, members=[guest.rank], come=lambda me: [me], deadline_s=PATIENCE_S
+            guest.rank, RANKS, None, members=[guest.rank], announce=lambda me: [me], deadline_s=PATIENCE_S
         )
-        guest.come(runtime)
+        guest.announce(runtime)
         elastic = self._elastic(runtime, guest.members, guest=guest)
         elastic.admitted = Pending[View]()
         install = elastic.agreement.install
@@ -73,7 +73,7 @@ class Run:
             elastic.admitted.set(view)
 
         async def ask() -> None:
-            elastic.agreement.joiner._ask_to_be_admitted()
+            elastic.agreement.joiner._request_admission()
 
         elastic.agreement.install = noted
         runtime.launch(ask())
@@ -107,16 +107,16 @@ def run() -> Iterator[Callable[[int], Run]]:
     gc.collect()  # of those that were killed, while their warnings are ignored
 
 
-def once_told(guest: Guest, then: Callable[[], object]) -> Guest:
+def once_told(guest: JoinClient, then: Callable[[], object]) -> JoinClient:
     """Does something between a replica's visit and its greetings."""
-    ask = guest._ask
+    ask = guest._ask_members
 
     def asks(question: Any) -> dict[str, Any]:
         answer = ask(question)
         then()
         return answer
 
-    guest._ask = asks  # type: ignore[method-assign]
+    guest._ask_members = asks  # type: ignore[method-assign]
     return guest
 
 
@@ -135,7 +135,7 @@ def test_a_replica_does_not_wait_for_a_member_that_stands_still(run: Callable[[i
     guest = one.guest()
     try:
         elastic = one.come(
-            once_told(guest, lambda: one.runtimes[2]._thread.soon(lambda: (goes_on.wait(), None)[1]))
+            once_told(guest, lambda: one.runtimes[2]._thread.call_soon(lambda: (goes_on.wait(), None)[1]))
         )
         assert set(guest.members) <= {0, 1}
     finally:
@@ -158,13 +158,13 @@ def test_two_replicas_join_at_once_by_different_members(run: Callable[[int], Run
 def test_a_replica_is_told_of_members_that_it_does_not_know(run: Callable[[int], Run]) -> None:
     one = run(3)
     guest = one.guest()
-    ask = guest._ask
+    ask = guest._ask_members
 
     def asks(question: Any) -> dict[str, Any]:
         answer = ask(question)
         return {**answer, "members": answer["members"][:1]}
 
-    guest._ask = asks  # type: ignore[method-assign]
+    guest._ask_members = asks  # type: ignore[method-assign]
     assert one.admitted(one.come(guest)) == ("0", "1", "2", str(guest.rank))
 
 
@@ -183,11 +183,11 @@ def test_a_rank_that_was_given_twice_is_one_replicas(run: Callable[[int], Run]) 
 def test_other_members_are_asked_where_one_does_not_answer(run: Callable[[int], Run]) -> None:
     one = run(3)
     one.kill(0)
-    guest = Guest(one.access, one.access.addresses)
+    guest = JoinClient(one.access, one.access.addresses)
     assert guest.rank in (3, 4)
     assert set(guest.addresses[:2]) <= set(one.access.addresses)
     with pytest.raises(ConfigError, match="no run answers there that this key belongs to"):
-        Guest(one.access, one.access.addresses[:1])
+        JoinClient(one.access, one.access.addresses[:1])
 
 
 def test_one_that_joins_itself_is_asked_later(
@@ -210,7 +210,7 @@ def test_members_that_the_one_asked_does_not_reach_are_visited(
     run: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = run(3)
-    monkeypatch.setattr(visits._Visits, "_tell", lambda *_: None)
+    monkeypatch.setattr(visits._VisitHandler, "_send_peer", lambda *_: None)
     guest = one.guest()
     assert one.admitted(one.come(guest)) == ("0", "1", "2", str(guest.rank))
 

@@ -11,7 +11,7 @@ import torch
 from farflung.config import Training
 from farflung.errors import ConfigError, DataError, UnknownName
 from farflung.types import Batch, Workload
-from farflung.workloads import WORKLOADS, workload
+from farflung.workloads import WORKLOADS, create_workload
 
 OPTIONS = {"fashion-mnist/cnn": {"data": "packaged"}, "fashion-mnist/mlp": {"data": "packaged"}}
 
@@ -34,7 +34,7 @@ def sample(name: str) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
 
 @pytest.fixture(params=sorted(WORKLOADS), scope="module")
 def task(request: pytest.FixtureRequest) -> Workload:
-    return workload(request.param, **OPTIONS.get(request.param, {}))
+    return create_workload(request.param, **OPTIONS.get(request.param, {}))
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def batch(task: Workload) -> Batch:
 
 
 def fresh(task: Workload, seed: int = 0) -> torch.nn.Module:
-    return task.model(torch.Generator().manual_seed(seed))
+    return task.build_model(torch.Generator().manual_seed(seed))
 
 
 def test_name_and_defaults(task: Workload) -> None:
@@ -75,7 +75,7 @@ def test_model_depends_on_the_generator_alone(task: Workload) -> None:
     assert torch.equal(torch.get_rng_state(), before), "the global random state is left as it was"
     torch.manual_seed(2)
     generator = torch.Generator().manual_seed(0)
-    two, next_one = (task.model(generator).state_dict() for _ in range(2))
+    two, next_one = (task.build_model(generator).state_dict() for _ in range(2))
     assert all(torch.equal(value, two[key]) for key, value in one.items())
     assert any(not torch.equal(value, next_one[key]) for key, value in one.items())
 
@@ -85,7 +85,7 @@ def test_a_step(task: Workload, batch: Batch) -> None:
     assert getattr(task, "draws_from_torch_alone", False)
     before = (random.getstate(), [str(part) for part in np.random.get_state()])
     model = fresh(task).train()
-    loss, metric = task.loss(model, batch), task.metric(model, batch)
+    loss, metric = task.compute_losses(model, batch), task.compute_metrics(model, batch)
     assert loss.shape == metric.shape == (len(batch),)
     assert bool(loss.isfinite().all())
     assert bool(metric.isfinite().all())
@@ -101,14 +101,17 @@ def test_a_step(task: Workload, batch: Batch) -> None:
 def test_samples_do_not_mix_in_evaluation(task: Workload, batch: Batch) -> None:
     model = fresh(task).eval()
     with torch.no_grad():
-        together = task.loss(model, batch)
-        apart = [task.loss(model, Batch(batch.inputs[i : i + 1], batch.targets[i : i + 1])) for i in range(3)]
+        together = task.compute_losses(model, batch)
+        apart = [
+            task.compute_losses(model, Batch(batch.inputs[i : i + 1], batch.targets[i : i + 1]))
+            for i in range(3)
+        ]
     torch.testing.assert_close(together, torch.cat(apart), rtol=1e-4, atol=1e-5)
 
 
 def test_data_are_what_the_model_takes(task: Workload, batch: Batch) -> None:
     try:
-        train, test = task.datasets()
+        train, test = task.load_datasets()
     except DataError as error:
         if "was not found" not in str(error):
             raise
@@ -119,7 +122,7 @@ def test_data_are_what_the_model_takes(task: Workload, batch: Batch) -> None:
         assert taken.inputs.dtype == batch.inputs.dtype
         assert taken.targets.shape == batch.targets.shape
         assert taken.targets.dtype == torch.int64
-        assert bool(task.loss(fresh(task), taken).isfinite().all())
+        assert bool(task.compute_losses(fresh(task), taken).isfinite().all())
         if data.labels is not None:
             assert data.labels.dtype == torch.int64
             assert data.labels.shape == (len(data),)
@@ -128,10 +131,10 @@ def test_data_are_what_the_model_takes(task: Workload, batch: Batch) -> None:
 
 def test_names_and_options() -> None:
     with pytest.raises(UnknownName, match=r"unknown workload 'x'; known: .*fashion-mnist/cnn"):
-        workload("x")
+        create_workload("x")
     with pytest.raises(ConfigError, match="fashion-mnist/cnn has no option 'size'; it has: data"):
-        workload("fashion-mnist/cnn", size=3)
+        create_workload("fashion-mnist/cnn", size=3)
     with pytest.raises(ConfigError, match="auto, packaged, full"):
-        workload("fashion-mnist/cnn", data="some").datasets()
+        create_workload("fashion-mnist/cnn", data="some").load_datasets()
     with pytest.raises(ConfigError, match="width 128 is no multiple of heads 5"):
-        workload("tinyshakespeare/gpt", heads=5)
+        create_workload("tinyshakespeare/gpt", heads=5)

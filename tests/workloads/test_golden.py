@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farflung.types import Batch
-from farflung.workloads import WORKLOADS, workload
+from farflung.workloads import WORKLOADS, create_workload
 from tests.workloads.test_contract import OPTIONS, sample
 
 # Parameters, and the mean loss of seed 0's model on 4 samples that are drawn from seed 1, without dropout.
@@ -35,8 +35,8 @@ def test_the_table_has_every_workload() -> None:
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_parameters_and_first_loss(name: str) -> None:
-    task = workload(name, **OPTIONS.get(name, {}))
-    model = task.model(torch.Generator().manual_seed(0)).eval()
+    task = create_workload(name, **OPTIONS.get(name, {}))
+    model = task.build_model(torch.Generator().manual_seed(0)).eval()
     shape, values, target, classes = sample(name)
     random = torch.Generator().manual_seed(1)
     inputs = (
@@ -46,7 +46,7 @@ def test_parameters_and_first_loss(name: str) -> None:
     )
     batch = Batch(inputs, torch.randint(classes, (4, *target), generator=random))
     with torch.no_grad():
-        loss = task.loss(model, batch).mean().item()
+        loss = task.compute_losses(model, batch).mean().item()
     parameters, first = GOLDEN[name]
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert loss == pytest.approx(first, rel=1e-3)

@@ -7,11 +7,11 @@ import math
 import torch
 
 from farflung.types import Batch
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 
 def test_a_position_sees_itself_and_those_before_it_and_nothing_else() -> None:
-    model = workload("tinyshakespeare/gpt").model(torch.Generator().manual_seed(0)).eval()
+    model = create_workload("tinyshakespeare/gpt").build_model(torch.Generator().manual_seed(0)).eval()
     one = torch.randint(65, (1, 64), generator=torch.Generator().manual_seed(1))
     other = one.clone()
     other[0, 40] = (one[0, 40] + 1) % 65
@@ -22,16 +22,16 @@ def test_a_position_sees_itself_and_those_before_it_and_nothing_else() -> None:
 
 
 def test_it_has_as_many_parameters_as_its_original() -> None:
-    model = workload("tinyshakespeare/gpt").model(torch.Generator().manual_seed(0))
+    model = create_workload("tinyshakespeare/gpt").build_model(torch.Generator().manual_seed(0))
     blocks = 4 * (12 * 128 * 128 + 2 * 128)
     assert sum(p.numel() for p in model.parameters()) == blocks + 128 + (65 + 64) * 128
 
 
 def test_before_training_it_knows_nothing() -> None:
-    task = workload("tinyshakespeare/gpt")
+    task = create_workload("tinyshakespeare/gpt")
     symbols = torch.randint(65, (8, 65), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        losses = task.loss(
-            task.model(torch.Generator().manual_seed(0)), Batch(symbols[:, :-1], symbols[:, 1:])
+        losses = task.compute_losses(
+            task.build_model(torch.Generator().manual_seed(0)), Batch(symbols[:, :-1], symbols[:, 1:])
         )
     assert abs(float(losses.mean()) - math.log(65)) < 0.1

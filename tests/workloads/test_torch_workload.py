@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from farflung import TorchWorkload
 from farflung.data import Labels
 from farflung.errors import ConfigError
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 from tests.helpers import same_tree
 
 INPUTS = torch.arange(30, dtype=torch.float32).reshape(10, 3)
@@ -51,12 +51,12 @@ class Pairs(Dataset[tuple[list[float], int]]):
 
 def test_weights_are_those_of_the_seed_or_of_the_module() -> None:
     task = made()
-    one, two, other = (task.model(generator(seed, "model")).state_dict() for seed in (0, 0, 1))
+    one, two, other = (task.build_model(create_generator(seed, "model")).state_dict() for seed in (0, 0, 1))
     assert same_tree(dict(one), dict(two))
     assert not same_tree(dict(one), dict(other))
     module = nn.Linear(3, 2)
     task = TorchWorkload(module, DATA, DATA, F.cross_entropy)
-    copied = task.model(generator(1, "model"))
+    copied = task.build_model(create_generator(1, "model"))
     assert same_tree(dict(copied.state_dict()), dict(module.state_dict()))
     assert copied is not module
 
@@ -72,30 +72,30 @@ def test_weights_are_those_of_the_seed_or_of_the_module() -> None:
 )
 def test_a_loss_is_one_number_for_each_sample(loss: Callable[..., Tensor]) -> None:
     task = made(loss=loss)
-    model = task.model(generator(0, "model"))
-    batch = task.datasets()[0].take(torch.tensor([4, 2, 7]), train=True)
+    model = task.build_model(create_generator(0, "model"))
+    batch = task.load_datasets()[0].take(torch.tensor([4, 2, 7]), train=True)
     assert torch.equal(batch.inputs, INPUTS[[4, 2, 7]])
     expected = F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")
-    assert torch.equal(task.loss(model, batch), expected)
+    assert torch.equal(task.compute_losses(model, batch), expected)
     right = (model(batch.inputs).argmax(dim=1) == batch.targets).float()
-    assert torch.equal(task.metric(model, batch), right)
+    assert torch.equal(task.compute_metrics(model, batch), right)
 
 
 def test_more_dimensions_are_averaged_and_the_score_is_minus_the_loss() -> None:
     data = TensorDataset(INPUTS, INPUTS[:, :2])
     task = made(data, F.mse_loss)
-    model = task.model(generator(0, "model"))
-    batch = task.datasets()[1].take(torch.arange(4), train=False)
+    model = task.build_model(create_generator(0, "model"))
+    batch = task.load_datasets()[1].take(torch.arange(4), train=False)
     expected = (model(batch.inputs) - batch.targets).square().mean(dim=1)
-    assert torch.allclose(task.loss(model, batch), expected)
-    assert torch.equal(task.metric(model, batch), -task.loss(model, batch))
+    assert torch.allclose(task.compute_losses(model, batch), expected)
+    assert torch.equal(task.compute_metrics(model, batch), -task.compute_losses(model, batch))
     own = made(data, F.mse_loss, metric=lambda outputs, targets: outputs[:, 0])
-    assert torch.equal(own.metric(model, batch), model(batch.inputs)[:, 0])
+    assert torch.equal(own.compute_metrics(model, batch), model(batch.inputs)[:, 0])
 
 
 def test_labels_are_for_partitions_and_read_only_when_asked_for() -> None:
     pairs = Pairs()
-    train, _ = made(pairs).datasets()
+    train, _ = made(pairs).load_datasets()
     assert set(pairs.taken) <= {0, 1}
     assert train.labels is not None
     assert train.labels.tolist() == CLASSES.tolist()
@@ -104,10 +104,10 @@ def test_labels_are_for_partitions_and_read_only_when_asked_for() -> None:
         [1, 3, 5, 7, 9],
     ]
     pairs.targets = [1] * 10  # type: ignore[attr-defined]
-    again, _ = made(pairs).datasets()
+    again, _ = made(pairs).load_datasets()
     assert again.labels is not None
     assert again.labels.tolist() == [1] * 10, "as torchvision's data sets have them"
-    regression, _ = made(TensorDataset(INPUTS, INPUTS[:, :2]), F.mse_loss).datasets()
+    regression, _ = made(TensorDataset(INPUTS, INPUTS[:, :2]), F.mse_loss).load_datasets()
     assert regression.labels is None
 
 

@@ -18,18 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 from farflung.config import Training
 from farflung.data import IID, Holding
 from farflung.decisions import DecisionLog
-from farflung.engine import place
+from farflung.engine import select_device
 from farflung.loop import Checkpoints, Replica
-from farflung.recipes import recipe
-from farflung.reducers import summed_nbytes
-from farflung.seeding import RandomState, derive, generator
+from farflung.recipes import parse_recipe
+from farflung.reducers import list_summed_nbytes
+from farflung.seeding import RandomState, create_generator, derive_seed
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.streams import RateLimited
 from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
-from farflung.types import Decision, PoolView, Runtime, Stream, Workload
+from farflung.types import Decision, DrawContext, Runtime, Stream, Workload
 from farflung.wall import WallRuntime
-from farflung.workloads import Classification, Quadratic, workload
+from farflung.workloads import Classification, Quadratic, create_workload
 from tests.carrying import Carrying
 from tests.fed import Fed
 from tests.pool import digest, leave_group
@@ -40,7 +40,7 @@ WORKLOAD = "fashion-mnist/cnn"
 @cache  # the runs of one process share the samples
 def packaged() -> Classification:
     """A small network on the packaged data, with dropout and augmentation."""
-    work = workload(WORKLOAD, data="packaged")
+    work = create_workload(WORKLOAD, data="packaged")
     assert isinstance(work, Classification)
     return work
 
@@ -48,7 +48,7 @@ def packaged() -> Classification:
 @cache
 def trained() -> Workload:
     """What is trained: a narrow network on the packaged data, with dropout and augmentation."""
-    return replace(packaged(), network=narrow)
+    return replace(packaged(), build_network=narrow)
 
 
 def narrow() -> nn.Module:
@@ -85,15 +85,15 @@ def replica(
         runtime,
         work,
         training,
-        recipe("synchronous").but(**parts).parts(training.seed),
+        parse_recipe("synchronous").with_members(**parts).build_components(training.seed),
         Telemetry(runtime.comm.rank),
-        device=place(device),
+        device=select_device(device),
     )
 
 
 async def steps(replica: Replica) -> dict[str, Any]:
     """Trains to the flush, without the evaluation at the end; what two worlds must agree on."""
-    while replica.step_done < replica.training.steps:
+    while replica.completed_steps < replica.training.steps:
         await replica.step()
     await replica.flush()
     sent = await replica.runtime.launch(replica._count_sent())
@@ -102,7 +102,7 @@ async def steps(replica: Replica) -> dict[str, Any]:
         "parameters": digest(dict(replica.model.state_dict())),
         "bytes": replica.engine.sent_nbytes,
         "sent to": sent,
-        "samples": replica._samples,
+        "samples": replica._num_samples,
     }
 
 
@@ -111,7 +111,7 @@ async def to_the_end(replica: Replica, folder: str) -> dict[str, Any]:
     told: list[Event] = []
     comm = replica.runtime.comm
     replica.telemetry = Telemetry(comm.rank, told.append)
-    replica.checkpoints = Checkpoints(Path(folder), comm.rank, comm.size, leader=comm.rank == 0)
+    replica.checkpoints = Checkpoints(Path(folder), comm.rank, comm.size, is_leader=comm.rank == 0)
     await replica.run()
     return told[-1]
 
@@ -138,17 +138,17 @@ def ddp(
 
 def _by_ddp(rank: int, size: int, steps: int, batch_size: int, named: str) -> dict[str, torch.Tensor]:
     work = trained()
-    data, _ = work.datasets()
-    model = DistributedDataParallel(work.model(generator(3, "model")))
+    data, _ = work.load_datasets()
+    model = DistributedDataParallel(work.build_model(create_generator(3, "model")))
     optimizer = OPTIMIZERS[named](model.parameters())
-    sampler = recipe("synchronous").parts(3).sampler
-    with RandomState.scope():
-        RandomState(derive(3, "replica", rank)).install()
+    sampler = parse_recipe("synchronous").build_components(3).sampler
+    with RandomState.preserve_globals():
+        RandomState(derive_seed(3, "replica", rank)).install()
         for step in range(steps):
-            draw = sampler.next(PoolView(step, rank, size, batch_size, len(data)))
+            draw = sampler.draw(DrawContext(step, rank, size, batch_size, len(data)))
             batch = data.take(draw.ids, train=True)
             model.train()
-            work.loss(model, batch).mean().backward()
+            work.compute_losses(model, batch).mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     return {name: value.clone() for name, value in model.module.state_dict().items()}
@@ -171,9 +171,9 @@ def scored(runtime: Runtime, parts: dict[str, str], steps: int) -> Replica:
     """
     work, rank, size = packaged(), runtime.comm.rank, runtime.comm.size
     training = Training.resolve(work.defaults, {"steps": steps, "batch_size": 8, "seed": 3})
-    made = recipe("synchronous").but(**parts).parts(training.seed, rank)
+    made = parse_recipe("synchronous").with_members(**parts).build_components(training.seed, rank)
     # Shares of unlike size.
-    whole = torch.arange(len(work.datasets()[0]))
+    whole = torch.arange(len(work.load_datasets()[0]))
     share = whole[: len(whole) // 3] if rank == 0 else whole[len(whole) // 3 :][rank - 1 :: size - 1]
     return Replica(runtime, work, training, made, Telemetry(rank), share=share)
 
@@ -182,7 +182,7 @@ def streamed(runtime: Runtime, stream: str, parts: dict[str, str], steps: int) -
     """A replica whose samples arrive, on a small quadratic."""
     work = Quadratic(dim=6, samples=64)
     training = Training(steps=steps, batch_size=4, learning_rate=0.05, seed=3)
-    made = recipe("synchronous").but(**parts).parts(training.seed)
+    made = parse_recipe("synchronous").with_members(**parts).build_components(training.seed)
     made = replace(made, stream=STREAMS[stream](runtime.comm.rank))
     return Replica(runtime, work, training, made, Telemetry(runtime.comm.rank))
 
@@ -190,7 +190,7 @@ def streamed(runtime: Runtime, stream: str, parts: dict[str, str], steps: int) -
 async def closed(replica: Replica) -> dict[str, Any]:
     """Trains, and closes the stream."""
     found = await steps(replica)
-    replica.parts.stream.close()
+    replica.components.stream.close()
     return found
 
 
@@ -226,18 +226,20 @@ def resharded(runtime: Runtime, parts: dict[str, Any], count: int) -> Replica:
         runtime,
         work,
         training,
-        recipe("synchronous").but(sampler=Carrying, **parts).parts(training.seed, rank),
+        parse_recipe("synchronous")
+        .with_members(sampler=Carrying, **parts)
+        .build_components(training.seed, rank),
         Telemetry(rank),
-        share=IID().split(work.datasets()[0], size, seed=3)[rank],
+        share=IID().split(work.load_datasets()[0], size, seed=3)[rank],
     )
 
 
 async def moved(replica: Replica) -> dict[str, Any]:
     """Trains, and says which samples the replica holds at the end and what it knows of them."""
     found = await steps(replica)
-    assert isinstance(replica._train, Holding)
-    assert isinstance(replica.parts.sampler, Carrying)
-    held, known = replica._train.ids.tolist(), replica.parts.sampler.known.tolist()
+    assert isinstance(replica._train_set, Holding)
+    assert isinstance(replica.components.sampler, Carrying)
+    held, known = replica._train_set.ids.tolist(), replica.components.sampler.known.tolist()
     return {**found, "held": held, "known": known, "sent": replica.sent_nbytes}
 
 
@@ -265,12 +267,14 @@ def wall(
 ) -> End:
     """A real replica, and what it has decided; a whole run where it has a folder."""
     log, collective = DecisionLog(replay=replay), arguments["parts"].get("collective")
-    runtime = WallRuntime(rank, size, store, native=collective == "native", decisions=log)
+    runtime = WallRuntime(rank, size, store, is_native=collective == "native", decisions=log)
     make, drive = KINDS[kind]
     try:
         one = make(runtime, **arguments)
         if collective == "auto":
-            runtime.settle_collective(collective, summed_nbytes(one.parts.reducer, one.bucket_specs, size))
+            runtime.resolve_collective(
+                collective, list_summed_nbytes(one.components.reducer, one.bucket_specs, size)
+            )
         with mock.patch.dict("farflung.sampling.gain.__dict__", choosing or {}):
             return runtime.run(to_the_end(one, folder) if folder else drive(one)), log.entries
     finally:
@@ -299,7 +303,9 @@ def virtual(
     make, drive = KINDS[kind]
     made = [make(runtime, **arguments) for runtime in world.runtimes]
     if collective == "auto":
-        world.settle_collective(collective, summed_nbytes(made[0].parts.reducer, made[0].bucket_specs, size))
+        world.resolve_collective(
+            collective, list_summed_nbytes(made[0].components.reducer, made[0].bucket_specs, size)
+        )
     with mock.patch.dict("farflung.sampling.gain.__dict__", choosing or {}):
         found = world.run([to_the_end(one, folder) if folder else drive(one) for one in made])
     mine = [[d for d in log.entries if rank == (d.rank or 0)] for rank in range(size)]

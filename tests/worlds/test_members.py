@@ -56,7 +56,7 @@ async def survivor(runtime: Runtime) -> list[Any]:
         seen.append((src, number_in(payload)))
         comm.send(numbered(0), VICTIM, tag(GO))
     lost = comm.recv(VICTIM, tag(SUMS))
-    seen.append(await comm.departure())
+    seen.append(await comm.wait_for_leave())
     error = await error_of(lost)
     assert isinstance(error, PeerLost)
     seen.append((error.rank, str(await error_of(comm.recv(VICTIM, tag(ASK))))))
@@ -68,7 +68,7 @@ async def survivor(runtime: Runtime) -> list[Any]:
         seen.append(sum(came))
     if comm.rank == 0:
         given_up = comm.recv(1, tag(LATE))
-        comm.forget(LATE)
+        comm.cancel_exchange(LATE)
         seen.append(type(await error_of(given_up)))
         own = await error_of(comm.recv(2, tag(NEVER), deadline_s=0.05))
         assert isinstance(own, DeadlinePassed)
@@ -87,15 +87,19 @@ async def survivor(runtime: Runtime) -> list[Any]:
 
 
 def dies(meeting: str) -> None:
-    runtime = WallRuntime(VICTIM, SIZE, dist.FileStore(meeting, SIZE), members=range(SIZE), join_s=PATIENCE_S)
+    runtime = WallRuntime(
+        VICTIM, SIZE, dist.FileStore(meeting, SIZE), members=range(SIZE), connect_timeout_s=PATIENCE_S
+    )
     runtime.launch(victim(runtime)).wait()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lives(rank: int, meeting: str) -> tuple[list[Any], int]:
-    runtime = WallRuntime(rank, SIZE, dist.FileStore(meeting, SIZE), members=range(SIZE), join_s=PATIENCE_S)
+    runtime = WallRuntime(
+        rank, SIZE, dist.FileStore(meeting, SIZE), members=range(SIZE), connect_timeout_s=PATIENCE_S
+    )
     try:
-        return runtime.launch(survivor(runtime)).wait(), runtime.view.mailbox.dropped
+        return runtime.launch(survivor(runtime)).wait(), runtime.session.mailbox.num_dropped
     finally:
         runtime.close()
 
@@ -112,7 +116,7 @@ def on_the_wall(folder: Path) -> list[tuple[list[Any], int]]:
 
 def in_virtual_time() -> list[tuple[list[Any], int]]:
     plan = FaultPlan().crash(VICTIM, at_s=1.0)
-    world = VirtualWorld(SIZE, LinkModel(0.01), faults=plan, whole=False)
+    world = VirtualWorld(SIZE, LinkModel(0.01), faults=plan, needs_all_members=False)
 
     async def stays(runtime: Runtime) -> list[Any]:
         await victim(runtime)
@@ -123,7 +127,7 @@ def in_virtual_time() -> list[tuple[list[Any], int]]:
         (stays if runtime.comm.rank == VICTIM else survivor)(runtime) for runtime in world.runtimes
     ]
     found = world.run(bodies)
-    return [(seen, world.network.mailboxes[rank].dropped) for rank, seen in enumerate(found)]
+    return [(seen, world.network.mailboxes[rank].num_dropped) for rank, seen in enumerate(found)]
 
 
 @pytest.fixture
@@ -150,10 +154,10 @@ def test_who_has_ended_is_gone_for_the_others_in_virtual_time() -> None:
         if comm.rank == 1:
             comm.send(Payload((torch.tensor([3.0]),)), 0, tag(HERE))
             return 0, ""
-        rank = await comm.departure()
+        rank = await comm.wait_for_leave()
         return rank, str(await error_of(comm.recv(rank, tag(GO))))
 
-    world = VirtualWorld(2, LinkModel(0.01), whole=False)
+    world = VirtualWorld(2, LinkModel(0.01), needs_all_members=False)
     assert world.run([body(runtime) for runtime in world.runtimes])[0] == (
         1,
         "lost rank 1: it had left the run",
@@ -177,13 +181,13 @@ async def host(runtime: Runtime, admit: Callable[[], object] = lambda: None) -> 
         admit()
         # A wait for who is not there yet is a wait; one for who has left fails, until it comes again.
         early = None if last else comm.recv(LATECOMER, tag(HERE))
-        seen.append(await comm.arrival())
-        when.append(runtime.now())
+        seen.append(await comm.wait_for_join())
+        when.append(runtime.read_clock())
         seen.append(number_in(await (early or comm.recv(LATECOMER, tag(HERE)))))
         comm.send(numbered(comm.rank), LATECOMER, tag(GO))
         never = comm.recv(LATECOMER, tag(NEVER))
-        seen.append(await comm.departure())
-        when.append(runtime.now())
+        seen.append(await comm.wait_for_leave())
+        when.append(runtime.read_clock())
         seen.append(str(await error_of(never)))
     # Hosts leave together: else one may hear of the other's leave before it hears of the newcomer's.
     other = next(rank for rank in HOSTS if rank != comm.rank)
@@ -204,10 +208,10 @@ async def latecomer(runtime: Runtime, number: float, *, stays: bool) -> list[flo
 
 def test_one_comes_leaves_and_comes_again_in_virtual_time() -> None:
     plan = FaultPlan().join(LATECOMER, at_s=1.0).leave(LATECOMER, at_s=5.0).join(LATECOMER, at_s=9.0)
-    world = VirtualWorld(3, LinkModel(LATENCY_S), faults=plan, whole=False)
+    world = VirtualWorld(3, LinkModel(LATENCY_S), faults=plan, needs_all_members=False)
     bodies: list[Coroutine[Pending[Any], None, Any]] = [host(world.runtimes[rank]) for rank in HOSTS]
     bodies.append(latecomer(world.runtimes[LATECOMER], 8.0, stays=True))
-    *hosts, newcomer = world.run(bodies, again=partial(latecomer, number=7.0, stays=False))
+    *hosts, newcomer = world.run(bodies, build_rejoined=partial(latecomer, number=7.0, stays=False))
     for seen, when in hosts:
         assert seen == [GONE, 2, 8.0, 2, LEFT, GONE, 2, 7.0, 2, LEFT]
         # Each a delay later; the second time it leaves once it has heard the hosts, who had heard it.
@@ -216,7 +220,7 @@ def test_one_comes_leaves_and_comes_again_in_virtual_time() -> None:
 
 
 def as_host(rank: int, meeting: dist.Store) -> list[Any]:
-    runtime = WallRuntime(rank, 3, meeting, members=HOSTS, join_s=PATIENCE_S)
+    runtime = WallRuntime(rank, 3, meeting, members=HOSTS, connect_timeout_s=PATIENCE_S)
     try:
         body = host(runtime, lambda: admitted(runtime, meeting, LATECOMER, join_s=PATIENCE_S))
         return runtime.launch(body).wait()[0]
@@ -229,7 +233,9 @@ def as_latecomer(meeting: dist.Store) -> list[list[float]]:
     found = []
     for number in (8.0, 7.0):
         come = coming_late(meeting, HOSTS)
-        runtime = WallRuntime(LATECOMER, 3, None, come=come, members=range(3), join_s=PATIENCE_S)
+        runtime = WallRuntime(
+            LATECOMER, 3, None, announce=come, members=range(3), connect_timeout_s=PATIENCE_S
+        )
         found.append(runtime.launch(latecomer(runtime, number, stays=False)).wait())
         meeting.delete_key(f"late/{LATECOMER}")  # is not taken for that of the next one
         runtime.close()
@@ -252,22 +258,22 @@ async def hurried(runtime: Runtime) -> list[float]:
     if comm.rank == 0:
         comm.send(Payload((torch.zeros(4_000_000, dtype=torch.uint8),)), 1, tag(BULK))
         await comm.recv(1, tag(GO))
-        sent = runtime.now()
+        sent = runtime.read_clock()
         comm.send(numbered(3.0), 1, tag(ASK), priority=-1)
         await comm.recv(1, tag(AFTER))
         return [sent]
     comm.send(numbered(1), 0, tag(GO))
     both = [comm.recv(0, tag(ASK)), comm.recv(0, tag(BULK))]
-    found = [float(await runtime.first_of(*both)), runtime.now()]
+    found = [float(await runtime.wait_any(*both)), runtime.read_clock()]
     for one in both:
         await one
-    found.append(runtime.now())
+    found.append(runtime.read_clock())
     comm.send(numbered(2), 0, tag(AFTER))
     return found
 
 
 def test_an_urgent_message_waits_for_two_pieces_of_bulk_in_virtual_time() -> None:
-    world = VirtualWorld(2, LinkModel(LATENCY_S, 10e6), whole=False)
+    world = VirtualWorld(2, LinkModel(LATENCY_S, 10e6), needs_all_members=False)
     [sent], [first, heard, all_there] = world.run([hurried(runtime) for runtime in world.runtimes])
     assert first == 0
     # It is sent when 10 ms of the first piece have left: two of 16 KiB at 10 Mbit/s, 4 bytes, and the delay.
@@ -277,7 +283,7 @@ def test_an_urgent_message_waits_for_two_pieces_of_bulk_in_virtual_time() -> Non
 
 
 def as_hurried(rank: int, meeting: dist.Store) -> list[float]:
-    runtime = WallRuntime(rank, 2, meeting, endpoint=Endpoint(encrypt=True), join_s=PATIENCE_S)
+    runtime = WallRuntime(rank, 2, meeting, endpoint=Endpoint(encrypt=True), connect_timeout_s=PATIENCE_S)
     try:
         return runtime.launch(hurried(runtime)).wait()
     finally:
@@ -312,9 +318,9 @@ async def until_the_end(runtime: Runtime) -> list[int]:
 
 
 def told(plan: FaultPlan, link: LinkModel) -> list[int]:
-    world = VirtualWorld(2, link, faults=plan, whole=False)
+    world = VirtualWorld(2, link, faults=plan, needs_all_members=False)
     bodies = [waits_for_nobody(world.runtimes[0]), until_the_end(world.runtimes[1])]
-    return world.run(bodies, again=until_the_end)[0]
+    return world.run(bodies, build_rejoined=until_the_end)[0]
 
 
 @pytest.mark.parametrize(
@@ -347,11 +353,13 @@ def test_a_farewell_comes_behind_what_was_sent_before() -> None:
 
     async def stays(runtime: Runtime) -> list[Any]:
         bulk = await runtime.comm.recv(1, tag(BULK))
-        there, rank = runtime.now(), await runtime.comm.departure()
-        return [bulk.nbytes, there, rank, runtime.now()]
+        there, rank = runtime.read_clock(), await runtime.comm.wait_for_leave()
+        return [bulk.nbytes, there, rank, runtime.read_clock()]
 
     # A megabit in two seconds, and a delay of half a second for both.
-    world = VirtualWorld(2, LinkModel(0.5, 5e5), faults=FaultPlan().leave(1, at_s=1.0), whole=False)
+    world = VirtualWorld(
+        2, LinkModel(0.5, 5e5), faults=FaultPlan().leave(1, at_s=1.0), needs_all_members=False
+    )
     found = world.run([stays(world.runtimes[0]), leaves(world.runtimes[1])])
     assert found == [[125_000, 2.5, 1, 2.5]]
 
@@ -363,7 +371,7 @@ def test_who_comes_again_hears_nothing_that_was_for_the_one_before() -> None:
     async def stays(runtime: Runtime) -> list[Any]:
         runtime.comm.send(bulk, 1, tag(BULK))
         seen = [(await runtime.comm.recv(1, tag(BULK))).nbytes]
-        seen += [await runtime.comm.departure(), await runtime.comm.arrival()]
+        seen += [await runtime.comm.wait_for_leave(), await runtime.comm.wait_for_join()]
         runtime.comm.send(numbered(5), 1, tag(GO))
         return [*seen, number_in(await runtime.comm.recv(1, tag(AFTER)))]
 
@@ -380,8 +388,8 @@ def test_who_comes_again_hears_nothing_that_was_for_the_one_before() -> None:
         return [found]
 
     plan = FaultPlan().leave(1, at_s=0.1).join(1, at_s=0.2)
-    world = VirtualWorld(2, LinkModel(0.05, 5e5), faults=plan, whole=False)
-    found = world.run([stays(world.runtimes[0]), first(world.runtimes[1])], again=again)
+    world = VirtualWorld(2, LinkModel(0.05, 5e5), faults=plan, needs_all_members=False)
+    found = world.run([stays(world.runtimes[0]), first(world.runtimes[1])], build_rejoined=again)
     assert found == [[125_000, 1, 1, 6.0], [5.0]]
 
 
@@ -390,23 +398,23 @@ def test_nothing_of_who_has_crashed_goes_on_when_it_comes_again() -> None:
         await runtime.sleep_until(5.0)
         raise AssertionError("it has crashed")
 
-    world = VirtualWorld(2, faults=FaultPlan().crash(1, at_s=1.0).join(1, at_s=2.0), whole=False)
+    world = VirtualWorld(2, faults=FaultPlan().crash(1, at_s=1.0).join(1, at_s=2.0), needs_all_members=False)
     bodies = [waits_for_nobody(world.runtimes[0]), crashes(world.runtimes[1])]
-    assert world.run(bodies, again=until_the_end) == [[-1, 1], []]
+    assert world.run(bodies, build_rejoined=until_the_end) == [[-1, 1], []]
 
 
 def test_who_comes_again_needs_something_to_run() -> None:
     plan = FaultPlan().leave(1, at_s=1.0).join(1, at_s=2.0)
-    world = VirtualWorld(2, faults=plan, whole=False)
+    world = VirtualWorld(2, faults=plan, needs_all_members=False)
     with pytest.raises(ConfigError, match=r"rank 1 comes in again: say what it runs"):
         world.run([until_the_end(runtime) for runtime in world.runtimes])
 
 
 def test_waiting_for_somebody_who_never_comes_ends_the_run() -> None:
     async def body(runtime: Runtime) -> None:
-        await runtime.comm.arrival()
+        await runtime.comm.wait_for_join()
 
-    world = VirtualWorld(2, faults=FaultPlan().join(1, at_step=5), whole=False)
+    world = VirtualWorld(2, faults=FaultPlan().join(1, at_step=5), needs_all_members=False)
     with pytest.raises(RunLost, match="rank 0 waits for something other than a message"):
         world.run([body(runtime) for runtime in world.runtimes])
 
@@ -416,5 +424,5 @@ def test_a_wait_for_who_is_not_there_has_a_deadline() -> None:
         return str(await error_of(runtime.comm.recv(1, tag(HERE))))
 
     plan = FaultPlan().join(1, at_s=99.0)
-    world = VirtualWorld(2, faults=plan, whole=False, deadline_s=5.0)
+    world = VirtualWorld(2, faults=plan, needs_all_members=False, deadline_s=5.0)
     assert "rank 1" in world.run([body(world.runtimes[0]), body(world.runtimes[1])])[0]

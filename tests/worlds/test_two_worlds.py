@@ -15,7 +15,7 @@ from farflung.comm import COLLECTIVES
 from farflung.loop import Checkpoints
 from farflung.reducers import REDUCERS
 from farflung.schedules import SCHEDULES
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 from tests.covering import covering
 from tests.pool import Pool, digest
 from tests.worlds import jobs
@@ -168,7 +168,9 @@ def test_batches_by_speed_are_alike_in_both_worlds(pool: Pool, schedule: str, tm
     simulated = ends(jobs.virtual(3, folder=folder, replay=decided, **run))
     for name in ("final_loss", "final_accuracy", "samples", "bytes_sent_to"):
         assert [end[name] for end in simulated] == [end[name] for end in real], name
-    one, other = (Checkpoints(tmp_path / world, 0, 3, leader=True).load(12) for world in ("wall", "virtual"))
+    one, other = (
+        Checkpoints(tmp_path / world, 0, 3, is_leader=True).load(12) for world in ("wall", "virtual")
+    )
     assert digest(one[0]["model"]) == digest(other[0]["model"])
 
 
@@ -189,7 +191,7 @@ def test_processes_share_a_cuda_device(pool: Pool, schedule: str) -> None:
 def test_dropout_and_augmentation_differ_between_replicas_and_seeds(pool: Pool) -> None:
     """The comparison above means something only if the random state has a part in it."""
     one = jobs.virtual(1, parts=IDENTITY, steps=2, batch_size=8)
-    train = workload(jobs.WORKLOAD, data="packaged").datasets()[0]
+    train = create_workload(jobs.WORKLOAD, data="packaged").load_datasets()[0]
     ids = torch.arange(8)
     torch.manual_seed(0)
     first = train.take(ids, train=True).inputs

@@ -2,21 +2,32 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
-    from farflung.calibration.coding import CodingTask, coding_points, coding_tasks, ladder, tensors_like
+    from farflung.calibration.coding import (
+        CodingTask,
+        build_coding_tasks,
+        build_ladder,
+        measure_coding,
+        select_specs,
+    )
     from farflung.calibration.device import Calibration, Spread, calibrate
-    from farflung.calibration.probes import MessageCosts, forward_flops, message_costs, peak_nbytes
-    from farflung.calibration.sharing import Sharing, company
+    from farflung.calibration.probes import (
+        MessageCosts,
+        count_forward_flops,
+        measure_message_costs,
+        measure_peak_nbytes,
+    )
+    from farflung.calibration.sharing import ProcessorLoad, run_neighbours
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
-            "coding": "CodingTask coding_points coding_tasks ladder tensors_like",
+            "coding": "CodingTask measure_coding build_coding_tasks build_ladder select_specs",
             "device": "Calibration Spread calibrate",
-            "probes": "MessageCosts forward_flops message_costs peak_nbytes",
-            "sharing": "Sharing company",
+            "probes": "MessageCosts count_forward_flops measure_message_costs measure_peak_nbytes",
+            "sharing": "ProcessorLoad run_neighbours",
         },
     )
 
@@ -24,15 +35,15 @@ __all__ = [
     "Calibration",
     "CodingTask",
     "MessageCosts",
-    "Sharing",
+    "ProcessorLoad",
     "Spread",
+    "build_coding_tasks",
+    "build_ladder",
     "calibrate",
-    "coding_points",
-    "coding_tasks",
-    "company",
-    "forward_flops",
-    "ladder",
-    "message_costs",
-    "peak_nbytes",
-    "tensors_like",
+    "count_forward_flops",
+    "measure_coding",
+    "measure_message_costs",
+    "measure_peak_nbytes",
+    "run_neighbours",
+    "select_specs",
 ]

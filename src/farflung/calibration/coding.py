@@ -25,14 +25,14 @@ from farflung.types import (
     CodingCost,
     Communicator,
     Contribution,
-    Placed,
+    ParameterSpan,
     Reducer,
     Seeds,
     StateSlot,
     TensorSpec,
 )
 
-__all__ = ["CodingTask", "coding_points", "coding_tasks", "ladder", "tensors_like"]
+__all__ = ["CodingTask", "build_coding_tasks", "build_ladder", "measure_coding", "select_specs"]
 
 T = TypeVar("T")
 
@@ -40,15 +40,15 @@ REPLICAS = 2
 """Default number of ranks that exchange while the stopwatch runs; each computes for itself."""
 WARM_UP = 2
 """Number of first exchanges that are not counted, since they allocate."""
-LATE = 1 << 20
+LATE_STEP = 1 << 20
 """Step at which no method warms up any more."""
-SMALLEST, GROWTH, LARGEST = 1 << 10, 4, 1 << 22
+MIN_NUMEL, GROWTH, MAX_NUMEL = 1 << 10, 4, 1 << 22
 """Sizes that are measured, in elements; times of larger tensors are extrapolated."""
-SPACING = 1.5
+MIN_SPACING = 1.5
 """Minimum ratio of two neighbouring sizes."""
 KERNEL = (16, 16)
 """Filters and depth of a convolution in place of a matrix."""
-_WAYS: tuple[Literal["gather", "two", "hops"], ...] = ("gather", "two", "hops")
+_PHASES: tuple[Literal["gather", "two", "hops"], ...] = ("gather", "two", "hops")
 
 
 class CodingTask(NamedTuple):
@@ -63,7 +63,7 @@ class CodingTask(NamedTuple):
     reducers: tuple[Reducer, ...]
 
 
-def coding_tasks(
+def build_coding_tasks(
     codecs: Iterable[str] | None = None, reducers: Iterable[str] | None = None
 ) -> list[CodingTask]:
     """Builds the tasks to measure, plain sums first.
@@ -80,44 +80,44 @@ def coding_tasks(
     tasks = {"identity": CodingTask("identity", (CodecReducer(),))}
     for text in codecs or ():
         codec: Codec = build("codec", text, CODECS)
-        tasks.setdefault(text, CodingTask(text, tuple(CodecReducer(codec, phases=p) for p in _WAYS)))
+        tasks.setdefault(text, CodingTask(text, tuple(CodecReducer(codec, phases=p) for p in _PHASES)))
     for text in reducers or ():
         reducer: Reducer = build("reducer", text, REDUCERS)
         tasks.setdefault(text, CodingTask(text, (reducer,)))
     return list(tasks.values())
 
 
-def ladder(largest: int = LARGEST) -> list[TensorSpec]:
+def build_ladder(max_numel: int = MAX_NUMEL) -> list[TensorSpec]:
     """Builds flat tensors of one matrix each, up to a size."""
     specs = []
-    numel = SMALLEST
-    while numel <= min(largest, LARGEST):
+    numel = MIN_NUMEL
+    while numel <= min(max_numel, MAX_NUMEL):
         rows = 1 << (numel.bit_length() - 1) // 2
-        specs.append(TensorSpec((numel,), parts=(Placed((rows, numel // rows), 0),)))
+        specs.append(TensorSpec((numel,), spans=(ParameterSpan((rows, numel // rows), 0),)))
         numel *= GROWTH
     return specs
 
 
-def tensors_like(buckets: Sequence[TensorSpec]) -> list[TensorSpec]:
+def select_specs(buckets: Sequence[TensorSpec]) -> list[TensorSpec]:
     """Returns a model's buckets and a ladder of smaller tensors, which stand for segments.
 
     Args:
       buckets: Buckets of its gradients; those larger than the ladder are left out.
     """
-    sizes = {spec.numel: spec for spec in buckets if spec.numel <= LARGEST}
-    rungs = ladder(max(spec.numel for spec in buckets))
-    gaps = [r for r in rungs if not any(r.numel <= numel < SPACING * r.numel for numel in sizes)]
+    sizes = {spec.numel: spec for spec in buckets if spec.numel <= MAX_NUMEL}
+    rungs = build_ladder(max(spec.numel for spec in buckets))
+    gaps = [r for r in rungs if not any(r.numel <= numel < MIN_SPACING * r.numel for numel in sizes)]
     return [*gaps, *sizes.values()]
 
 
-def coding_points(
+def measure_coding(
     tasks: Iterable[CodingTask],
     specs: Sequence[TensorSpec],
     *,
     rounds: int = 10,
     replicas: int = REPLICAS,
     clock: Callable[[], float] = time.thread_time,
-    begins: Callable[[str], None] = lambda name: None,
+    on_begin: Callable[[str], None] = lambda name: None,
 ) -> dict[tuple[str, str], Points]:
     """Measures median times of exchanges by operation and method, for :class:`farflung.devices.CodingRates`.
 
@@ -134,24 +134,24 @@ def coding_points(
     """
     durations: dict[CodingCost, list[float]] = {}
     for task in tasks:
-        begins(task.name)
+        on_begin(task.name)
         for reducer in task.reducers:
             for spec in specs:
                 with suppress(Unsupported):  # a codec without this kind of all-reduce
-                    _exchange(reducer, _fitting(reducer, spec), rounds, replicas, clock, durations)
+                    _time_exchanges(reducer, _fit_spec(reducer, spec), rounds, replicas, clock, durations)
     points: dict[tuple[str, str], dict[int, float]] = {}
     for cost, seconds in durations.items():
         if cost.numel:
             points.setdefault((cost.operation, cost.method), {})[cost.numel] = statistics.median(seconds)
     requested = {spec.numel for spec in specs}
-    return {key: _thinned(values, requested) for key, values in points.items()}
+    return {key: _thin_points(values, requested) for key, values in points.items()}
 
 
-def _thinned(points: Mapping[int, float], asked: Collection[int]) -> Points:
+def _thin_points(points: Mapping[int, float], requested: Collection[int]) -> Points:
     """Sorts points by size; of sizes close to each other, as of unequal segments, keeps the largest."""
     thinned: list[tuple[int, float]] = []
     for numel in sorted(points, reverse=True):
-        if not thinned or numel in asked or numel * SPACING <= thinned[-1][0]:
+        if not thinned or numel in requested or numel * MIN_SPACING <= thinned[-1][0]:
             thinned.append((numel, float(f"{points[numel]:.4g}")))
     return tuple(reversed(thinned))
 
@@ -167,51 +167,55 @@ class _TimedChannel(ExchangeChannel):
     """
 
     def __init__(
-        self, comm: Communicator, step: int, clock: Callable[[], float], taken: dict[CodingCost, list[float]]
+        self,
+        comm: Communicator,
+        step: int,
+        clock: Callable[[], float],
+        durations: dict[CodingCost, list[float]],
     ) -> None:
-        super().__init__(comm, Purpose.STEP.at(step), 0)
-        self._clock, self._taken = clock, taken
+        super().__init__(comm, Purpose.STEP.build_exchange_id(step), 0)
+        self._clock, self._durations = clock, durations
 
     @override
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
         begin = self._clock()
         value = super().compute(cost, fn)
-        self._taken.setdefault(cost, []).append(self._clock() - begin)
+        self._durations.setdefault(cost, []).append(self._clock() - begin)
         return value
 
 
-def _fitting(reducer: Reducer, spec: TensorSpec) -> TensorSpec:
+def _fit_spec(reducer: Reducer, spec: TensorSpec) -> TensorSpec:
     """Returns the tensor, as one convolution if the reducer does not support its parts."""
     try:
         reducer.check([spec])
     except Unsupported:
-        return replace(spec, parts=(Placed((*KERNEL, spec.numel // math.prod(KERNEL), 1), 0),))
+        return replace(spec, spans=(ParameterSpan((*KERNEL, spec.numel // math.prod(KERNEL), 1), 0),))
     return spec
 
 
-def _exchange(
+def _time_exchanges(
     reducer: Reducer,
     spec: TensorSpec,
     rounds: int,
     replicas: int,
     clock: Callable[[], float],
-    taken: dict[CodingCost, list[float]],
+    durations: dict[CodingCost, list[float]],
 ) -> None:
     world = VirtualWorld(replicas)
-    warm_up = max(WARM_UP, reducer.exchanges_until(1))
+    warm_up = max(WARM_UP, reducer.count_exchanges(1))
 
     async def run_replica(rank: int) -> None:
         comm = world.runtimes[rank].comm
         slot = StateSlot(reducer.init(spec, Seeds(0, rank)))
         noise = torch.Generator().manual_seed(rank)
         gradient = torch.randn(spec.numel, generator=noise).to(spec.dtype)
-        for step in range(LATE, LATE + warm_up + rounds):
+        for step in range(LATE_STEP, LATE_STEP + warm_up + rounds):
             # Rare kinds of exchanges count even if they come early.
-            recorded = taken if step >= LATE + WARM_UP else {}
+            recorded = durations if step >= LATE_STEP + WARM_UP else {}
             channel = _TimedChannel(comm, step, clock, recorded)
             contribution = Contribution(gradient.clone(), 1.0, torch.zeros(0, dtype=torch.float64))
             result = await reducer.reduce(channel, slot, contribution, step=step)
-            if result.learn is not None:
-                slot.state = result.learn(slot.state)
+            if result.update_state is not None:
+                slot.state = result.update_state(slot.state)
 
     world.run([run_replica(rank) for rank in range(replicas)])

@@ -12,21 +12,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from farflung.calibration.coding import CodingTask, coding_points, tensors_like
-from farflung.calibration.probes import message_costs, peak_nbytes, whole_steps_s
-from farflung.calibration.sharing import Sharing, company
+from farflung.calibration.coding import CodingTask, measure_coding, select_specs
+from farflung.calibration.probes import measure_message_costs, measure_peak_nbytes, measure_step_s
+from farflung.calibration.sharing import ProcessorLoad, run_neighbours
 from farflung.config import Training
-from farflung.devices import CodingRates, DeviceProfile, Layer, saved_nbytes, training_nbytes
+from farflung.devices import (
+    CodingRates,
+    DeviceProfile,
+    LayerProfile,
+    estimate_training_nbytes,
+    measure_saved_nbytes,
+)
 from farflung.engine import GradientBuckets
 from farflung.errors import ConfigError
-from farflung.seeding import RandomState, derive, generator
+from farflung.seeding import RandomState, create_generator, derive_seed
 from farflung.types import Batch, Dataset, TensorSpec, Workload
 
 __all__ = ["Calibration", "Spread", "calibrate"]
 
 WARM_UP = 3
 """Number of first steps that are not counted, since they allocate."""
-ROUNDS_EACH = 3
+STEPS_PER_ROUND = 3
 """Number of timed steps for each timed exchange and each round of messages."""
 
 
@@ -38,7 +44,7 @@ class Spread(NamedTuple):
     high: float
 
     @staticmethod
-    def of(values: Sequence[float]) -> Spread:
+    def from_values(values: Sequence[float]) -> Spread:
         """Computes the quartiles of at least two values."""
         return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
 
@@ -55,7 +61,7 @@ class Calibration:
       forward_s: Seconds of the forward pass per sample.
       backward_s: Seconds of the backward pass per sample.
       optimizer_s: Seconds of the optimizer per step.
-      predicted_nbytes: Memory of a step by :func:`farflung.devices.training_nbytes`.
+      predicted_nbytes: Memory of a step by :func:`farflung.devices.estimate_training_nbytes`.
       measured_nbytes: Peak memory of tensors in such a step.
     """
 
@@ -77,9 +83,9 @@ def calibrate(
     rounds: int = 30,
     name: str = "this machine",
     coding: Sequence[CodingTask] = (),
-    sharing: Sharing | None = None,
+    sharing: ProcessorLoad | None = None,
     clock: Callable[[], float] | None = None,
-    begins: Callable[[str], None] = lambda name: None,
+    on_begin: Callable[[str], None] = lambda name: None,
 ) -> Calibration:
     """Times the passes of a replica's step, and the arithmetic and the messages of its exchanges.
 
@@ -103,39 +109,41 @@ def calibrate(
     """
     if rounds < 2:
         raise ConfigError(f"--rounds {rounds}: must be 2 or more")
-    sharing = sharing or Sharing()
-    clock = clock or sharing.clock
-    with RandomState.scope():
-        RandomState(derive(training.seed, "replica", 0)).install()
-        train, _ = work.datasets()
+    sharing = sharing or ProcessorLoad()
+    clock = clock or sharing.read_clock
+    with RandomState.preserve_globals():
+        RandomState(derive_seed(training.seed, "replica", 0)).install()
+        train, _ = work.load_datasets()
         if training.batch_size > len(train):
             raise ConfigError(
                 f"--batch-size {training.batch_size}: {work.name} has {len(train)} training samples"
             )
         step = _Step(work, train, training, clock)
-        with company(sharing.replicas - 1, partial(_forever, step, rounds, coding)):
-            begins("forward and backward")
+        with run_neighbours(sharing.replicas - 1, partial(_repeat_steps, step, rounds, coding)):
+            on_begin("forward and backward")
             for _ in range(WARM_UP):
                 step.run()
             steps = [step.run() for _ in range(rounds)]
-            with step.watched():
+            with step.watch_layers():
                 watched_steps = [step.run() for _ in range(rounds)]
-            step_s = whole_steps_s(work, training, warm_up=WARM_UP, rounds=rounds, clock=clock)
-            rates = _rates(coding, step.specs, max(1, rounds // ROUNDS_EACH), clock, sharing, begins)
-        predicted, layer_sizes = step.predicted_nbytes(), step.layers
+            step_s = measure_step_s(work, training, warm_up=WARM_UP, rounds=rounds, clock=clock)
+            rates = _measure_rates(
+                coding, step.specs, max(1, rounds // STEPS_PER_ROUND), clock, sharing, on_begin
+            )
+        predicted, layer_sizes = step.predict_nbytes(), step.layers
         del step
-        measured = peak_nbytes(lambda: _two_steps(work, train, training, clock))
+        measured = measure_peak_nbytes(lambda: _run_two_steps(work, train, training, clock))
     size = training.batch_size
-    forward = Spread.of([times.forward_s / size for times in steps])
-    backward = Spread.of([times.backward_s / size for times in steps])
-    optimizer = Spread.of([times.optimizer_s for times in steps])
+    forward = Spread.from_values([times.forward_s / size for times in steps])
+    backward = Spread.from_values([times.backward_s / size for times in steps])
+    optimizer = Spread.from_values([times.optimizer_s for times in steps])
     shares = zip(
-        _medians([times.layers_forward_s for times in watched_steps], forward.median),
-        _medians([times.layers_backward_s for times in watched_steps], backward.median),
+        _scale_medians([times.layers_forward_s for times in watched_steps], forward.median),
+        _scale_medians([times.layers_backward_s for times in watched_steps], backward.median),
         strict=True,
     )
     layers = tuple(
-        Layer(numel, fore, back) for (_, numel), (fore, back) in zip(layer_sizes, shares, strict=True)
+        LayerProfile(numel, fore, back) for (_, numel), (fore, back) in zip(layer_sizes, shares, strict=True)
     )
     passes_s = size * (forward.median + backward.median) + optimizer.median
     device = DeviceProfile(
@@ -159,41 +167,41 @@ def calibrate(
     )
 
 
-def _forever(step: _Step, rounds: int, coding: Sequence[CodingTask]) -> Iterator[None]:
+def _repeat_steps(step: _Step, rounds: int, coding: Sequence[CodingTask]) -> Iterator[None]:
     """Repeats all measured work for ever."""
     while True:
         for _ in range(rounds):
             step.run()
             yield
         for task in coding:
-            coding_points([task], step.specs, rounds=1)
+            measure_coding([task], step.specs, rounds=1)
             yield
 
 
-def _rates(
+def _measure_rates(
     coding: Sequence[CodingTask],
     specs: Sequence[TensorSpec],
     rounds: int,
     clock: Callable[[], float],
-    sharing: Sharing,
-    begins: Callable[[str], None],
+    sharing: ProcessorLoad,
+    on_begin: Callable[[str], None],
 ) -> CodingRates | None:
     """Measures the rates of exchanges of these buckets; returns ``None`` if ``coding`` is empty."""
     if not coding:
         return None
-    points = coding_points(coding, tensors_like(specs), rounds=rounds, clock=clock, begins=begins)
-    begins("messages")
-    return CodingRates(points, *message_costs(rounds=rounds, turns=sharing.turns))
+    points = measure_coding(coding, select_specs(specs), rounds=rounds, clock=clock, on_begin=on_begin)
+    on_begin("messages")
+    return CodingRates(points, *measure_message_costs(rounds=rounds, slowdown=sharing.slowdown))
 
 
-def _medians(rounds: Sequence[Sequence[float]], whole: float) -> list[float]:
+def _scale_medians(rounds: Sequence[Sequence[float]], total_s: float) -> list[float]:
     """Returns the median of each layer, scaled so that their sum is ``total_s``."""
     medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
     total = sum(medians)
-    return [whole * median / total if total else whole / len(medians) for median in medians]
+    return [total_s * median / total if total else total_s / len(medians) for median in medians]
 
 
-class _Taken(NamedTuple):
+class _StepTimes(NamedTuple):
     """Seconds of one step's passes and, if watched, of each layer in them."""
 
     forward_s: float
@@ -211,34 +219,34 @@ class _Step:
     ) -> None:
         self._work, self._training, self._clock = work, training, clock
         self._batch: Batch = train.take(torch.arange(training.batch_size), train=True)
-        self._model = work.model(generator(training.seed, "model"))
+        self._model = work.build_model(create_generator(training.seed, "model"))
         self._optimizer = training.make_optimizer(self._model.parameters())
         self._buckets = GradientBuckets(self._model.named_parameters())
         self.layers: list[tuple[str, int]] = []
         """Names and numbers of parameters of the watched layers."""
-        self._forward_at: list[float] = []
-        self._backward_at: list[float] = []
+        self._forward_ends_s: list[float] = []
+        self._backward_ends_s: list[float] = []
 
-    def run(self) -> _Taken:
+    def run(self) -> _StepTimes:
         clock = self._clock
         self._model.train()
         begin = clock()
-        loss = self._loss()
+        loss = self._compute_loss()
         forward = clock()
-        self._buckets.backward(loss, lambda bucket: None)
+        self._buckets.run_backward(loss, lambda bucket: None)
         backward = clock()
         self._optimizer.step()
         end = clock()
         self._buckets.clear()
-        fores = _between(self._forward_at, begin, forward)
-        backs = _between(self._backward_at[::-1], forward, backward)
-        return _Taken(forward - begin, backward - forward, end - backward, fores, backs[::-1])
+        fores = _split_durations(self._forward_ends_s, begin, forward)
+        backs = _split_durations(self._backward_ends_s[::-1], forward, backward)
+        return _StepTimes(forward - begin, backward - forward, end - backward, fores, backs[::-1])
 
-    def _loss(self) -> Tensor:
-        return self._work.loss(self._model, self._batch).mean()
+    def _compute_loss(self) -> Tensor:
+        return self._work.compute_losses(self._model, self._batch).mean()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch_layers(self) -> Iterator[None]:
         """Records the time at which each layer ends, inside the block."""
         hooks, ids = [], set[int]()
 
@@ -252,12 +260,14 @@ class _Step:
                 continue
             index = len(self.layers)
             self.layers.append((name or "model", sum(parameter.numel() for parameter in params)))
-            self._forward_at.append(0.0)
-            self._backward_at.append(0.0)
-            hooks.append(module.register_forward_hook(lambda *_, index=index: stamp(self._forward_at, index)))
+            self._forward_ends_s.append(0.0)
+            self._backward_ends_s.append(0.0)
+            hooks.append(
+                module.register_forward_hook(lambda *_, index=index: stamp(self._forward_ends_s, index))
+            )
             hooks += [
                 parameter.register_post_accumulate_grad_hook(
-                    lambda _, index=index: stamp(self._backward_at, index)
+                    lambda _, index=index: stamp(self._backward_ends_s, index)
                 )
                 for parameter in params
             ]
@@ -271,7 +281,7 @@ class _Step:
     def specs(self) -> list[TensorSpec]:
         return [bucket.spec for bucket in self._buckets.buckets]
 
-    def predicted_nbytes(self) -> int:
+    def predict_nbytes(self) -> int:
         """Predicts the memory of a step."""
         training = self._training
         sgd = isinstance(self._optimizer, torch.optim.SGD)
@@ -279,23 +289,23 @@ class _Step:
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         inputs = [*self._model.parameters(), *self._model.buffers(), self._batch.inputs, self._batch.targets]
         sample = (self._batch.inputs.nbytes + self._batch.targets.nbytes) / training.batch_size
-        return training_nbytes(
+        return estimate_training_nbytes(
             sum(p.nbytes for p in parameters),
             training.batch_size,
             optimizer=kind,
             sample_nbytes=sample,
-            activations_nbytes=saved_nbytes(self._loss, inputs) / training.batch_size,
+            activations_nbytes=measure_saved_nbytes(self._compute_loss, inputs) / training.batch_size,
         )
 
 
-def _two_steps(work: Workload, train: Dataset, training: Training, clock: Callable[[], float]) -> None:
+def _run_two_steps(work: Workload, train: Dataset, training: Training, clock: Callable[[], float]) -> None:
     """Runs two steps, of which the second has the optimizer's state."""
     step = _Step(work, train, training, clock)
     step.run()
     step.run()
 
 
-def _between(ends: Sequence[float], begin: float, end: float) -> list[float]:
+def _split_durations(ends: Sequence[float], begin: float, end: float) -> list[float]:
     """Splits a duration at the times when layers ended; the last layer gets the remainder."""
     durations: list[float] = []
     previous = begin

@@ -17,45 +17,51 @@ from farflung._torch import DispatchMode, StorageRef, tree_leaves
 from farflung.comm import Endpoint, Purpose
 from farflung.config import Training
 from farflung.data import InMemory
-from farflung.loop import Parts, Replica
+from farflung.loop import Components, Replica
 from farflung.reducers import CodecReducer
-from farflung.sampling import Uniform
+from farflung.sampling import UniformSampler
 from farflung.schedules import Synchronous
-from farflung.seeding import RandomState, derive, generator
+from farflung.seeding import RandomState, create_generator, derive_seed
 from farflung.telemetry import Telemetry
 from farflung.types import Communicator, Payload, Tag, Workload
 from farflung.wall import WallRuntime
 
-__all__ = ["MessageCosts", "forward_flops", "message_costs", "peak_nbytes", "whole_steps_s"]
+__all__ = [
+    "MessageCosts",
+    "count_forward_flops",
+    "measure_message_costs",
+    "measure_peak_nbytes",
+    "measure_step_s",
+]
 
 
-SAMPLES = 8
+FLOP_SAMPLES = 8
 
 
-def forward_flops(work: Workload, seed: int = 0) -> float:
+def count_forward_flops(work: Workload, seed: int = 0) -> float:
     """Counts the operations of a forward pass per sample: of matrix products and convolutions, two per product.
 
-    For :func:`farflung.devices.device_profile`, which knows devices by their operations per second.
+    For :func:`farflung.devices.find_device`, which knows devices by their operations per second.
 
     Args:
       work: Workload to train.
       seed: Seed of the model's weights and of dropout.
     """
-    with RandomState.scope():
-        RandomState(derive(seed, "replica", 0)).install()
-        train, _ = work.datasets()
-        count = min(SAMPLES, len(train))
+    with RandomState.preserve_globals():
+        RandomState(derive_seed(seed, "replica", 0)).install()
+        train, _ = work.load_datasets()
+        count = min(FLOP_SAMPLES, len(train))
         batch = train.take(torch.arange(count), train=True)
-        model = work.model(generator(seed, "model"))
+        model = work.build_model(create_generator(seed, "model"))
         # oneDNN's recurrent layers are one operation whose parts are hidden; switching it warns of Intel's GPUs.
         with warnings.catch_warnings(), torch.no_grad(), FlopCounterMode(display=False) as counter:
             warnings.simplefilter("ignore", UserWarning)
             with torch.backends.mkldnn.flags(enabled=False):
-                work.loss(model, batch)
+                work.compute_losses(model, batch)
         return float(counter.get_total_flops()) / count
 
 
-def peak_nbytes(fn: Callable[[], object]) -> int:
+def measure_peak_nbytes(fn: Callable[[], object]) -> int:
     """Returns the peak memory of tensors created by ``fn``; shared storage counts once.
 
     Memory is measured after each operation. It excludes temporary memory of operations, and what the process
@@ -64,13 +70,13 @@ def peak_nbytes(fn: Callable[[], object]) -> int:
     Args:
       fn: Function to run once.
     """
-    with _Living() as tracker:
+    with _StorageTracker() as tracker:
         fn()
     peak: int = tracker.peak
     return peak
 
 
-class _Living(DispatchMode):  # type: ignore[misc]
+class _StorageTracker(DispatchMode):  # type: ignore[misc]
     """Dispatch mode that tracks the storage of every tensor that an operation returns."""
 
     def __init__(self) -> None:
@@ -95,7 +101,7 @@ class _Living(DispatchMode):  # type: ignore[misc]
         return result
 
 
-def whole_steps_s(
+def measure_step_s(
     work: Workload, training: Training, *, warm_up: int, rounds: int, clock: Callable[[], float]
 ) -> float:
     """Returns the median seconds of the steps of a replica that trains alone and exchanges nothing.
@@ -107,8 +113,8 @@ def whole_steps_s(
       rounds: Number of counted steps.
       clock: Function that returns seconds.
     """
-    sampler = Uniform(seed=derive(training.seed, "sampler"))
-    parts = Parts(CodecReducer(), Synchronous(), sampler, InMemory())
+    sampler = UniformSampler(seed=derive_seed(training.seed, "sampler"))
+    parts = Components(CodecReducer(), Synchronous(), sampler, InMemory())
     durations: list[float] = []
 
     async def run_steps(replica: Replica) -> None:
@@ -145,7 +151,7 @@ class MessageCosts(NamedTuple):
     encrypt_s_per_byte: float
 
 
-def message_costs(*, rounds: int = 5, turns: float = 1.0) -> MessageCosts:
+def measure_message_costs(*, rounds: int = 5, slowdown: float = 1.0) -> MessageCosts:
     """Measures medians of small and of large messages, plain and encrypted, for one of the two ends.
 
     A message costs the time of the communication threads. Its bytes cost the time of the whole process, since
@@ -158,13 +164,13 @@ def message_costs(*, rounds: int = 5, turns: float = 1.0) -> MessageCosts:
     Raises:
       RunLost: The sockets failed.
     """
-    message_s, plain_s = _pair(False, rounds)
-    _, encrypted_s = _pair(True, rounds)
+    message_s, plain_s = _measure_pair(False, rounds)
+    _, encrypted_s = _measure_pair(True, rounds)
     costs = (message_s, plain_s, max(0.0, encrypted_s - plain_s))
-    return MessageCosts(*(float(f"{turns * seconds:.4g}") for seconds in costs))
+    return MessageCosts(*(float(f"{slowdown * seconds:.4g}") for seconds in costs))
 
 
-def _pair(encrypt: bool, rounds: int) -> tuple[float, float]:
+def _measure_pair(encrypt: bool, rounds: int) -> tuple[float, float]:
     """Measures processor seconds at one end, of a message and of each byte."""
     store = dist.HashStore()
 
@@ -175,9 +181,10 @@ def _pair(encrypt: bool, rounds: int) -> tuple[float, float]:
         runtimes = list(pool.map(create_runtime, (0, 1)))
         try:
             small, large = (
-                [_round(runtimes, first + number, nbytes, count) for number in range(WARM_UP + rounds)][
-                    WARM_UP:
-                ]
+                [
+                    _measure_round(runtimes, first + number, nbytes, count)
+                    for number in range(WARM_UP + rounds)
+                ][WARM_UP:]
                 for first, nbytes, count in (
                     (0, SMALL_NBYTES, SMALL_COUNT),
                     (WARM_UP + rounds, LARGE_NBYTES, LARGE_COUNT),
@@ -190,13 +197,13 @@ def _pair(encrypt: bool, rounds: int) -> tuple[float, float]:
     return fixed_s, max(0.0, large_s - small_s) / (LARGE_NBYTES - SMALL_NBYTES)
 
 
-def _round(runtimes: Sequence[WallRuntime], number: int, nbytes: int, count: int) -> list[float]:
+def _measure_round(runtimes: Sequence[WallRuntime], number: int, nbytes: int, count: int) -> list[float]:
     """Measures processor seconds at one end of a message, of communication threads and of the process."""
     payload = Payload((torch.zeros(nbytes, dtype=torch.uint8),))
 
     async def run_replica(comm: Communicator) -> None:
         for hop in range(count):
-            tag = Tag(Purpose.MEASURE.at(number), 0, hop)
+            tag = Tag(Purpose.MEASURE.build_exchange_id(number), 0, hop)
             if hop % 2 == comm.rank:
                 await comm.send(payload, 1 - comm.rank, tag)
             else:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from farflung.errors import ConfigError, RunLost
 
-__all__ = ["Sharing", "company"]
+__all__ = ["ProcessorLoad", "run_neighbours"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ProcessorLoad:
     """Number of replicas that compute at the same time, and of their processors.
 
     Args:
@@ -37,14 +37,14 @@ class Sharing:
         if self.threads < 1:
             raise ConfigError(f"--threads {self.threads}: must be 1 or more")
         object.__setattr__(self, "processors", self.processors or len(os.sched_getaffinity(0)))
-        if self.threads > 1 and self.turns > 1:
+        if self.threads > 1 and self.slowdown > 1:
             raise ConfigError(
                 f"--threads {self.threads}: {self.replicas} replicas of as many threads do not fit on "
                 f"{self.processors} processors: give each one"
             )
 
     @property
-    def turns(self) -> float:
+    def slowdown(self) -> float:
         """Factor by which everything slows down because replicas take turns."""
         return max(1.0, self.replicas * self.threads / self.processors)
 
@@ -53,16 +53,16 @@ class Sharing:
         """Cores for :class:`farflung.devices.DeviceProfile`; 2 if coding and computing never take turns."""
         return min(2.0, 2 * self.processors / (self.replicas * (self.threads + 1)))
 
-    def clock(self) -> float:
+    def read_clock(self) -> float:
         """Returns seconds of one thread's work: its processor time, and the turns of other replicas.
 
         Other load on the machine does not count. With several torch threads, it returns wall clock time.
         """
-        return time.perf_counter() if self.threads > 1 else self.turns * time.thread_time()
+        return time.perf_counter() if self.threads > 1 else self.slowdown * time.thread_time()
 
 
 @contextmanager
-def company(others: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
+def run_neighbours(count: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
     """Runs neighbours in other processes inside the block, which share memory and caches as replicas would.
 
     Args:
@@ -74,17 +74,17 @@ def company(others: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
     """
     parent, pids = os.getpid(), list[int]()
     try:
-        for _ in range(others):
+        for _ in range(count):
             pid = os.fork()
             if pid == 0:
-                _keep_company(work, parent)
+                _run_neighbour(work, parent)
             pids.append(pid)
         yield
         ended_pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0]]
         if ended_pids:
             pids = [pid for pid in pids if pid not in ended_pids]
             raise RunLost(
-                f"{len(ended_pids)} of {others} processes that were to compute beside this one have ended"
+                f"{len(ended_pids)} of {count} processes that were to compute beside this one have ended"
             )
     finally:
         for pid in pids:
@@ -92,7 +92,7 @@ def company(others: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
             os.waitpid(pid, 0)
 
 
-def _keep_company(work: Callable[[], Iterator[None]], parent: int) -> None:
+def _run_neighbour(work: Callable[[], Iterator[None]], parent: int) -> None:
     """Works until the parent process is gone; never returns."""
     try:
         for _ in work():

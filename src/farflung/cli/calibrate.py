@@ -13,15 +13,15 @@ from typing import Annotated
 import torch
 import tyro
 
-from farflung.calibration import Calibration, Sharing, calibrate, coding_tasks
-from farflung.cli.output import stderr_console
+from farflung.calibration import Calibration, ProcessorLoad, build_coding_tasks, calibrate
+from farflung.cli.output import create_stderr_console
 from farflung.cli.progress import Bar
 from farflung.config import Training
-from farflung.devices import CodingRates, device_toml
+from farflung.devices import CodingRates, format_device
 from farflung.errors import ConfigError
 from farflung.files import write_text
 from farflung.types import Json
-from farflung.workloads import workload
+from farflung.workloads import create_workload
 
 __all__ = ["Calibrate"]
 
@@ -61,25 +61,25 @@ class Calibrate:
     """Print the measurement as JSON."""
 
     def run(self) -> int:
-        sharing = Sharing(self.replicas, self.threads)
+        sharing = ProcessorLoad(self.replicas, self.threads)
         if self.out is not None and self.out.exists():
             raise ConfigError(f"--out {self.out}: the file exists; choose another name or remove it")
         if self.out is not None and not self.out.parent.is_dir():
             raise ConfigError(f"--out {self.out}: there is no folder {self.out.parent}")
-        work = workload(self.workload, **({} if self.data in (None, "auto") else {"data": self.data}))
+        work = create_workload(self.workload, **({} if self.data in (None, "auto") else {"data": self.data}))
         training = Training.resolve(
             work.defaults, {"batch_size": self.batch_size, "optimizer": self.optimizer}
         )
-        coding = coding_tasks(self.codecs, self.reducers)
+        coding = build_coding_tasks(self.codecs, self.reducers)
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
             with Bar("measuring", len(coding) + 2, thread=False) as bar:
-                bar.line(f"measures {bar.total} things, one after the other")
+                bar.print_line(f"measures {bar.total} things, one after the other")
                 position = count()
 
                 def show_name(name: str) -> None:
-                    bar.about = name
+                    bar.detail = name
                     bar.advance(next(position))
 
                 result = calibrate(
@@ -89,7 +89,7 @@ class Calibrate:
                     name=self.name or platform.node() or "device",
                     coding=coding,
                     sharing=sharing,
-                    begins=show_name,
+                    on_begin=show_name,
                 )
         finally:
             torch.set_num_threads(threads)
@@ -104,34 +104,34 @@ class Calibrate:
             f"medians of {result.rounds} steps; quartiles, in seconds per sample: {', '.join(quartiles)}",
             f"memory of a step, in bytes: {result.predicted_nbytes} predicted, {result.measured_nbytes} measured",
         ]
-        text = device_toml(result.device, result.names, notes)
+        text = format_device(result.device, result.names, notes)
         if self.out is not None:
             write_text(self.out, text)
-            stderr_console().print(f"profile  {self.out}", soft_wrap=True, markup=False)
+            create_stderr_console().print(f"profile  {self.out}", soft_wrap=True, markup=False)
         if self.json:
-            print(json.dumps(self._json(result)))
+            print(json.dumps(self._to_json(result)))
         elif self.out is None:
             print(text, end="")
         return 0
 
-    def _json(self, found: Calibration) -> dict[str, Json]:
-        rates = found.device.coding or CodingRates()
+    def _to_json(self, result: Calibration) -> dict[str, Json]:
+        rates = result.device.coding or CodingRates()
         return {
             "workload": self.workload,
-            "batch_size": found.batch_size,
-            "rounds": found.rounds,
+            "batch_size": result.batch_size,
+            "rounds": result.rounds,
             "threads": self.threads,
             "replicas": self.replicas,
-            "cores": found.device.cores,
-            "forward_s": list(found.forward_s),
-            "backward_s": list(found.backward_s),
-            "optimizer_s": list(found.optimizer_s),
-            "step_s": found.device.step_s,
-            "predicted_nbytes": found.predicted_nbytes,
-            "measured_nbytes": found.measured_nbytes,
+            "cores": result.device.cores,
+            "forward_s": list(result.forward_s),
+            "backward_s": list(result.backward_s),
+            "optimizer_s": list(result.optimizer_s),
+            "step_s": result.device.step_s,
+            "predicted_nbytes": result.predicted_nbytes,
+            "measured_nbytes": result.measured_nbytes,
             "layers": [
                 {"name": name, "numel": x.numel, "forward_s": x.forward_s, "backward_s": x.backward_s}
-                for name, x in zip(found.names, found.device.layers, strict=True)
+                for name, x in zip(result.names, result.device.layers, strict=True)
             ],
             "message_s": rates.message_s,
             "copy_s_per_byte": rates.copy_s_per_byte,

@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from farflung.cli.options import given, with_settings
-from farflung.cli.output import OutputOptions, print_files, stdout_console
+from farflung.cli.options import collect_options, with_settings
+from farflung.cli.output import OutputOptions, create_stdout_console, print_files
 from farflung.cli.progress import ComparisonProgress
 from farflung.recipes import FAMILIES
-from farflung.report import score_words
-from farflung.runs import COMPARED, DEVICE, SimulatedConfig, asked_to_stop
+from farflung.report import format_score
+from farflung.runs import DEFAULT_COMPARED, DEFAULT_DEVICE, SimulatedConfig, watch_stop_signals
 from farflung.types import Json
 
 __all__ = ["Compare"]
@@ -21,7 +21,7 @@ __all__ = ["Compare"]
 @dataclass(frozen=True)
 @with_settings(
     SimulatedConfig,
-    without=(*FAMILIES, "recipe", "network", "seed", "encrypt", "threads", "checkpoint_every"),
+    exclude=(*FAMILIES, "recipe", "network", "seed", "encrypt", "threads", "checkpoint_every"),
 )
 class Compare(OutputOptions):
     """Compare recipes on networks in virtual time: time to a target, accuracy, bytes, and parts of the time.
@@ -31,7 +31,7 @@ class Compare(OutputOptions):
     again with the same --out.
     """
 
-    recipes: tuple[str, ...] = COMPARED
+    recipes: tuple[str, ...] = DEFAULT_COMPARED
     """Recipes, with optional changes in brackets: synchronous(codec=topk(density=0.01), learning_rate=0.02). The
     first is the baseline."""
     networks: tuple[str, ...] = ("wifi-10mbps",)
@@ -48,31 +48,31 @@ class Compare(OutputOptions):
     def run(self) -> int:
         from farflung.runs import compare
 
-        settings = given(self, {*SimulatedConfig.settings(), "target"})
+        settings = collect_options(self, {*SimulatedConfig.list_settings(), "target"})
         out = self.out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-        with ComparisonProgress(quiet=self.quiet or self.json) as progress, asked_to_stop() as stop:
+        with ComparisonProgress(quiet=self.quiet or self.json) as progress, watch_stop_signals() as stop:
             comparison = compare(
                 self.recipes,
                 self.networks,
                 seeds=self.seeds,
                 out=out,
-                show=progress,
-                stop_asked=stop.is_set,
+                sink=progress,
+                should_stop=stop.is_set,
                 **settings,
             )
         rows, target = comparison.rows, comparison.target
-        picture = comparison.picture(out / "compare.png")
+        picture = comparison.draw_picture(out / "compare.png")
         if self.json:
             header: dict[str, Json] = {
                 "simulated": True,
                 "target": target,
-                "device": settings.get("device", DEVICE),
+                "device": settings.get("device", DEFAULT_DEVICE),
             }
             print(json.dumps({**header, "rows": [row.to_json() for row in rows], "folder": str(out)}))
             return 0
-        console = stdout_console()
-        console.print(comparison.table(console.width))
+        console = create_stdout_console()
+        console.print(comparison.build_table(console.width))
         if any(row.time_to_target_s is None for row in rows):
-            console.print(f"not every run reached {' '.join(score_words(target))}; --target sets another")
+            console.print(f"not every run reached {' '.join(format_score(target))}; --target sets another")
         print_files(picture=picture, runs=out / "runs")
         return 0

@@ -20,20 +20,25 @@ import tyro
 
 import farflung
 from farflung.cli.output import print_table
-from farflung.cli.probing import Probed, listening, probe, serve
-from farflung.comm.endpoint import ports_in
-from farflung.comm.interface import check_host, interface_address, loopback_address, route_to
+from farflung.cli.probing import ProbeResult, create_listener, probe, serve
+from farflung.comm.endpoint import parse_ports
+from farflung.comm.interface import (
+    check_host,
+    find_interface_address,
+    find_local_address,
+    find_loopback_address,
+)
 from farflung.errors import ConfigError
 from farflung.types import Json
 
 __all__ = ["Doctor"]
 
-OPTIONAL = (
+OPTIONAL_PACKAGES = (
     "matplotlib tyro confluent-kafka pyroute2 scikit-learn lightning accelerate transformers tensorboard wandb trackio "
     "mlflow"
 )
 """Packages that extras install."""
-SETTINGS = Path("/proc/sys/net/ipv4")
+SYSCTL_FOLDER = Path("/proc/sys/net/ipv4")
 
 
 @dataclass(frozen=True)
@@ -55,16 +60,16 @@ class Doctor:
     """Print the results as JSON."""
 
     def run(self) -> int:
-        (port,) = ports_in(self.port)
-        peers = {text: _address(text) for text in self.peers}
+        (port,) = parse_ports(self.port)
+        peers = {text: _parse_address(text) for text in self.peers}
         if self.serve and (peers or self.json):
             raise ConfigError("--serve: answers others: leave out HOST:PORT and --json")
         if self.serve:
             return _serve(port)
-        machine = _machine([host for host, _ in peers.values()])
+        machine = _describe_machine([host for host, _ in peers.values()])
         if not self.json:
             print_table(["of this machine", ""], machine.items())
-        results: dict[str, Probed] = {}
+        results: dict[str, ProbeResult] = {}
         troubles = []
         for text, address in peers.items():
             try:
@@ -98,7 +103,7 @@ class Doctor:
         return int(bool(troubles))
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_address(text: str) -> tuple[str, int]:
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]+)):(\d{1,5})", text)
     if match is None or not 0 < int(match[3]) < 1 << 16:
         raise ConfigError(f"{text}: must be HOST:PORT, an address of IPv6 in brackets")
@@ -109,22 +114,22 @@ def _address(text: str) -> tuple[str, int]:
 
 def _serve(port: int) -> int:
     try:
-        listener = listening(port)
+        listener = create_listener(port)
     except OSError as error:
         raise ConfigError(f"--port {port}: cannot be listened at ({os.strerror(error.errno or 0)})") from None
     with listener, suppress(KeyboardInterrupt):
         port = listener.getsockname()[1]
         print(
-            f"listens at port {port} of {_interfaces()}; on another machine: farflung doctor HOST:{port}",
+            f"listens at port {port} of {_list_interfaces()}; on another machine: farflung doctor HOST:{port}",
             flush=True,
         )
         serve(listener)
     return 0
 
 
-def _machine(hosts: list[str]) -> dict[str, str]:
+def _describe_machine(hosts: list[str]) -> dict[str, str]:
     """Returns properties of this machine, by name."""
-    packages = dict.fromkeys(OPTIONAL.split(), "")
+    packages = dict.fromkeys(OPTIONAL_PACKAGES.split(), "")
     for name in packages:
         with suppress(PackageNotFoundError):
             packages[name] = version(name)
@@ -136,7 +141,7 @@ def _machine(hosts: list[str]) -> dict[str, str]:
         for n in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
     masters = hosts or [host for host in (os.environ.get("MASTER_ADDR"),) if host]
-    routes = ", ".join(f"{route_to(host)} to {host}" for host in dict.fromkeys(masters))
+    routes = ", ".join(f"{find_local_address(host)} to {host}" for host in dict.fromkeys(masters))
     fallback = "under torchrun the address on the way to MASTER_ADDR"
     return {
         "farflung": f"{farflung.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}",
@@ -147,19 +152,19 @@ def _machine(hosts: list[str]) -> dict[str, str]:
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": f"{total:.3g} GB, {free:.3g} GB of it unused",
         "open files": f"{soft}; runs raise that as far as they need, up to {hard}",
-        "congestion control": _congestion(),
-        "interfaces": _interfaces(),
-        "messages and gloo use": routes or f"{loopback_address()}, or {fallback}",
+        "congestion control": _describe_congestion(),
+        "interfaces": _list_interfaces(),
+        "messages and gloo use": routes or f"{find_loopback_address()}, or {fallback}",
         "lab": "farflung lab --check says" if packages["pyroute2"] else "no: pip install 'farflung[lab]'",
         "samples from Kafka": "yes" if packages["confluent-kafka"] else "no: pip install 'farflung[kafka]'",
     }
 
 
-def _congestion() -> str:
+def _describe_congestion() -> str:
     """Describes the kernel's default congestion control, which farflung uses, and whether bbr is available."""
     try:
         default, available = (
-            (SETTINGS / name).read_text(encoding="ascii").strip()
+            (SYSCTL_FOLDER / name).read_text(encoding="ascii").strip()
             for name in ("tcp_congestion_control", "tcp_available_congestion_control")
         )
     except OSError:
@@ -168,9 +173,9 @@ def _congestion() -> str:
     return f"{default}, the kernel's default, is used" + ("" if default == "bbr" else f"; bbr {bbr}")
 
 
-def _interfaces() -> str:
+def _list_interfaces() -> str:
     interfaces = []
     for _, name in socket.if_nameindex():
         with suppress(ConfigError):  # without an address of IPv4
-            interfaces.append(f"{name} {interface_address(name)}")
+            interfaces.append(f"{name} {find_interface_address(name)}")
     return ", ".join(interfaces) or "none with an address"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from farflung.data import cache_folder, fetch, source_named
+from farflung.data import fetch, get_cache_folder, lookup_source
 from farflung.errors import DataError
 
 __all__ = ["Data"]
@@ -21,7 +21,7 @@ class Data:
     A file gets its name when it is whole and has the published checksum.
     """
 
-    what: tyro.conf.Positional[Literal["fetch"]]
+    action: tyro.conf.Positional[Literal["fetch"]]
     """Action to perform."""
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """Data set to fetch; see farflung list data. Also module:name, for a farflung.data.Source."""
@@ -29,10 +29,10 @@ class Data:
     """Show no progress."""
 
     def run(self) -> int:
-        source = source_named(self.name)
+        source = lookup_source(self.name)
         try:
             folder = fetch(source, progress=sys.stderr.isatty() and not self.quiet)
         except OSError as error:
-            raise DataError(f"{self.name}: cannot write to {cache_folder()} ({error.strerror})") from None
+            raise DataError(f"{self.name}: cannot write to {get_cache_folder()} ({error.strerror})") from None
         print(folder)
         return 0

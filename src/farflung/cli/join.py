@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from farflung.cli.options import ENDPOINT, endpoint_of, finish, with_options
+from farflung.cli.options import ENDPOINT, build_endpoint, print_result, with_options
 from farflung.cli.output import OutputOptions
 
 __all__ = ["Join"]
@@ -18,7 +18,7 @@ __all__ = ["Join"]
 class Join(OutputOptions):
     """Join a run that was started with --elastic MIN:MAX, as one more replica."""
 
-    where: tyro.conf.Positional[str]
+    run_address: tyro.conf.Positional[str]
     """Folder of the run, on a machine where it goes on; or HOST:PORT of any of its replicas, and --key."""
     key: Path | None = None
     """The file run.key of the run's folder, or a copy of it: the run's key, and the addresses of its replicas. Keep it
@@ -30,13 +30,13 @@ class Join(OutputOptions):
 
     def run(self) -> int:
         from farflung.cli.progress import Progress
-        from farflung.runs import RunOptions, join_later
+        from farflung.runs import RunOptions, join_running
 
-        options = RunOptions(out=self.out, device=self.device, endpoint=endpoint_of(self))
+        options = RunOptions(out=self.out, device=self.device, endpoint=build_endpoint(self))
 
         def create_progress(rank: int) -> Progress:
-            return Progress(quiet=self.quiet or self.json, followed=rank)
+            return Progress(quiet=self.quiet or self.json, followed_rank=rank)
 
-        run = join_later(self.where, create_progress, options, self.key)
-        finish(run, as_json=self.json)
+        run = join_running(self.run_address, create_progress, options, self.key)
+        print_result(run, as_json=self.json)
         return 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import tyro
 from rich.filesize import decimal
 
-from farflung._docstrings import docstring_of
+from farflung._docstrings import get_docstring
 from farflung.cli.output import print_table
 from farflung.errors import DataError, UnknownName
 from farflung.types import Json
@@ -26,7 +26,7 @@ __all__ = ["List"]
 Row: TypeAlias = "dict[str, Json]"
 SHAPE = (1024, 1024)
 """Shape of the float32 tensor that each codec encodes: a layer of normally distributed gradients."""
-SMALL = 0.02
+NEGLIGIBLE_ERROR = 0.02
 """Relative error of a gradient below which the noise of its batch hides it."""
 
 
@@ -43,7 +43,7 @@ class List:
     Networks and devices: with a name, the source of the figures.
     """
 
-    what: tyro.conf.Positional[Literal["recipes", "codecs", "workloads", "networks", "devices", "data"]]
+    table: tyro.conf.Positional[Literal["recipes", "codecs", "workloads", "networks", "devices", "data"]]
     """Table to list."""
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
     """Show this one alone, in full."""
@@ -51,44 +51,44 @@ class List:
     """Print JSON."""
 
     def run(self) -> int:
-        entries, describe = LISTINGS[self.what]()
+        entries, describe = LISTINGS[self.table]()
         names = list(entries)
         if self.name is not None:
             if self.name not in names:
-                raise UnknownName(self.what.removesuffix("s"), self.name, names)
+                raise UnknownName(self.table.removesuffix("s"), self.name, names)
             names = [self.name]
         rows, cells = zip(*map(describe, names), strict=True)
         if self.json:
             print(json.dumps(rows, indent=2))
         elif self.name is not None:
-            print_table(("what", "how much"), [(key, _words(value)) for key, value in rows[0].items()])
+            print_table(("what", "how much"), [(key, _format_value(value)) for key, value in rows[0].items()])
         else:
             print_table(list(cells[0]), [list(line.values()) for line in cells])
         return 0
 
 
-def _words(value: Json) -> str:
+def _format_value(value: Json) -> str:
     if isinstance(value, dict):
-        return "\n".join(f"{key} {_words(item)}" for key, item in value.items())
+        return "\n".join(f"{key} {_format_value(item)}" for key, item in value.items())
     return "" if value is None else str(value)
 
 
-def _documented(thing: Callable[..., object]) -> Row:
+def _read_docs(documented: Callable[..., object]) -> Row:
     """Reads a docstring of a class or function: its first line, and the remaining text."""
-    summary, _, about = re.sub(r":\w+:`~?([^`]+)`|``", r"\1", docstring_of(thing)).partition("\n")
+    summary, _, about = re.sub(r":\w+:`~?([^`]+)`|``", r"\1", get_docstring(documented)).partition("\n")
     return {"what": summary, "about": about.strip() or None}
 
 
-def _recipes() -> Listing:
-    from farflung.handle import carries
+def _list_recipes() -> Listing:
+    from farflung.handle import describe_attach_support
     from farflung.recipes import RECIPES, Recipe
 
-    defaults = Recipe().members
+    defaults = Recipe().component_texts
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
         recipe = RECIPES[name]
-        attach, summary = carries(recipe), recipe.summary
-        parts: dict[str, Json] = {**recipe.members}
+        attach, summary = describe_attach_support(recipe), recipe.summary
+        parts: dict[str, Json] = {**recipe.component_texts}
         row: Row = {
             "name": name, "what": summary, "parts": parts, "attach_alone": attach == "yes", "attach": attach
         }  # fmt: skip
@@ -99,27 +99,27 @@ def _recipes() -> Listing:
     return sorted(RECIPES), describe
 
 
-def _codecs() -> Listing:
+def _list_codecs() -> Listing:
     import torch
 
     from farflung.codecs import CODECS
-    from farflung.seeding import generator
-    from farflung.spec import options_of
-    from farflung.trees import only_seeds
-    from farflung.types import CodecState, Placed, Seeds, TensorSpec
+    from farflung.seeding import create_generator
+    from farflung.spec import format_options
+    from farflung.trees import has_only_seeds
+    from farflung.types import CodecState, ParameterSpan, Seeds, TensorSpec
 
-    gradient = torch.randn(SHAPE, generator=generator(0, "codecs")).flatten()
+    gradient = torch.randn(SHAPE, generator=create_generator(0, "codecs")).flatten()
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
         codec = CODECS[name]()
-        spec = TensorSpec(tuple(gradient.shape), gradient.dtype, (Placed(SHAPE, 0),))
+        spec = TensorSpec(tuple(gradient.shape), gradient.dtype, (ParameterSpan(SHAPE, 0),))
         payload, state = codec.encode(codec.init(spec, Seeds(0, 1)), gradient, step=0, count=1)
         decoded = codec.decode(state, payload, spec, step=0, count=1)
         error = float((decoded - gradient).norm() / gradient.norm())
-        feedback = "needs none" if codec.unbiased or error < SMALL else "wants it"
-        if not only_seeds(CodecState({}, state.local)):
+        feedback = "needs none" if codec.is_unbiased or error < NEGLIGIBLE_ERROR else "wants it"
+        if not has_only_seeds(CodecState({}, state.local)):
             feedback = "keeps its own"
-        documented, options = _documented(type(codec)), options_of(CODECS[name])
+        documented, options = _read_docs(type(codec)), format_options(CODECS[name])
         size = payload.nbytes / gradient.numel()
         row: Row = {
             "name": name,
@@ -127,7 +127,7 @@ def _codecs() -> Listing:
             "bytes_per_value": size,
             "error": error,
             "error_feedback": feedback,
-            "unbiased": codec.unbiased,
+            "unbiased": codec.is_unbiased,
             "options": options,
         }
         return row, {
@@ -142,15 +142,15 @@ def _codecs() -> Listing:
     return CODECS, describe
 
 
-def _workloads() -> Listing:
-    from farflung.seeding import generator
-    from farflung.workloads import WORKLOADS, data_of, workload
+def _list_workloads() -> Listing:
+    from farflung.seeding import create_generator
+    from farflung.workloads import WORKLOADS, create_workload, find_dataset
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
-        task, source = workload(name), data_of(name)
-        is_present, place, counts = _samples_of(task, source)
-        documented, config = _documented(WORKLOADS[name]), task.defaults
-        parameters = sum(p.numel() for p in task.model(generator(0, "model")).parameters())
+        task, source = create_workload(name), find_dataset(name)
+        is_present, place, counts = _inspect_data(task, source)
+        documented, config = _read_docs(WORKLOADS[name]), task.defaults
+        parameters = sum(p.numel() for p in task.build_model(create_generator(0, "model")).parameters())
         row: Row = {
             "name": name,
             **documented,
@@ -173,7 +173,7 @@ def _workloads() -> Listing:
     return sorted(WORKLOADS), describe
 
 
-def _samples_of(task: Workload, source: Source | None) -> tuple[bool, str, tuple[int, int] | None]:
+def _inspect_data(task: Workload, source: Source | None) -> tuple[bool, str, tuple[int, int] | None]:
     """Returns whether a workload's data is present, its location, and the numbers of training and test samples.
 
     Official files have a known number of samples, so only small sets are read for counting.
@@ -189,49 +189,49 @@ def _samples_of(task: Workload, source: Source | None) -> tuple[bool, str, tuple
             if location.kind == "packaged":
                 counts = None
         if counts is None:
-            train, test = task.datasets()
+            train, test = task.load_datasets()
             counts = len(train), len(test)
     except DataError as error:
         return False, str(error), None if location is not None else counts
-    return True, "made up" if location is None else _place(location), counts
+    return True, "made up" if location is None else _format_location(location), counts
 
 
-def _place(location: Location) -> str:
+def _format_location(location: Location) -> str:
     return "packaged subset" if location.kind == "packaged" else f"in {location.folder}"
 
 
-def _networks() -> Listing:
+def _list_networks() -> Listing:
     from farflung.network import NETWORKS
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
         profile = NETWORKS[name]
         nodes, source = profile.nodes or "any", profile.source
-        cells = {"network": name, "nodes": str(nodes), "in short": _in_short(source)}
+        cells = {"network": name, "nodes": str(nodes), "in short": _shorten_source(source)}
         return {"name": name, "nodes": nodes, "source": source}, cells
 
     return NETWORKS, describe
 
 
-def _devices() -> Listing:
-    from farflung.devices import DEVICES, coding_source
+def _list_devices() -> Listing:
+    from farflung.devices import DEVICES, describe_coding
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
-        source = f"{DEVICES[name].source} {coding_source(DEVICES[name])}"
-        return {"name": name, "source": source}, {"device": name, "in short": _in_short(source)}
+        source = f"{DEVICES[name].source} {describe_coding(DEVICES[name])}"
+        return {"name": name, "source": source}, {"device": name, "in short": _shorten_source(source)}
 
     return DEVICES, describe
 
 
-def _in_short(source: str) -> str:
+def _shorten_source(source: str) -> str:
     """Returns the figures at the beginning of a source, without their origin."""
     figures = re.split(r"(?<!al)\. |: ", source.removeprefix("Our choice: "), maxsplit=1)[0]
     return textwrap.shorten(figures.rstrip("."), 90, placeholder=" ...")
 
 
-def _data() -> Listing:
-    from farflung.data import entries
+def _list_data() -> Listing:
+    from farflung.data import list_entries
 
-    by_name = {entry.source.name: entry for entry in entries()}
+    by_name = {entry.source.name: entry for entry in list_entries()}
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
         entry, source, location = by_name[name], by_name[name].source, by_name[name].location
@@ -242,7 +242,7 @@ def _data() -> Listing:
             "at_hand": location is not None,
             "kind": kind,
             "folder": None if location is None else str(location.folder),
-            "trouble": entry.trouble or None,
+            "trouble": entry.problem or None,
             "download_nbytes": entry.nbytes,
             "licence": source.licence,
             "homepage": source.homepage,
@@ -251,7 +251,7 @@ def _data() -> Listing:
         return row, {
             "data set": name,
             "what": source.title,
-            "at hand": entry.trouble or ("no" if location is None else _place(location)),
+            "at hand": entry.problem or ("no" if location is None else _format_location(location)),
             "download": "?" if entry.nbytes is None else decimal(entry.nbytes),
             "licence": source.licence,
             "how to get it": "" if kind in ("folder", "cache") else source.remedy,
@@ -261,10 +261,10 @@ def _data() -> Listing:
 
 
 LISTINGS: dict[str, Callable[[], Listing]] = {
-    "recipes": _recipes,
-    "codecs": _codecs,
-    "workloads": _workloads,
-    "networks": _networks,
-    "devices": _devices,
-    "data": _data,
+    "recipes": _list_recipes,
+    "codecs": _list_codecs,
+    "workloads": _list_workloads,
+    "networks": _list_networks,
+    "devices": _list_devices,
+    "data": _list_data,
 }

@@ -20,7 +20,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from farflung._docstrings import read_docstring
 from farflung.errors import ConfigError, FarflungError
 
-__all__ = ["COMMANDS", "main", "spoken", "with_dashes"]
+__all__ = ["COMMANDS", "insert_dashes", "label_options", "main"]
 
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         words = sys.argv[1:] if args is None else args
         command = _parse(words)
-        with _workers_ahead() if args is None and words[0] == "train" else contextlib.nullcontext():
+        with _start_fork_server() if args is None and words[0] == "train" else contextlib.nullcontext():
             return command.run()
     except FarflungError as error:
         sys.stdout.flush()
@@ -78,24 +78,24 @@ def main(args: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _workers_ahead() -> AbstractContextManager[None]:
+def _start_fork_server() -> AbstractContextManager[None]:
     """Starts the process that forks the workers, if this machine starts them.
 
     Modules that all workers need are imported first, so that they are imported once.
     """
-    from farflung.runs import forked_ahead, workers  # noqa: F401
+    from farflung.runs import fork_worker_parent, workers  # noqa: F401
     from farflung.wall import LaunchEnv
 
-    return forked_ahead() if LaunchEnv.read() is None else contextlib.nullcontext()
+    return fork_worker_parent() if LaunchEnv.read() is None else contextlib.nullcontext()
 
 
 @functools.cache
-def _imported(module: str, name: str) -> Callable[..., Command]:
+def _import_command(module: str, name: str) -> Callable[..., Command]:
     command: type[Command] = getattr(import_module(module), name)
-    return spoken(command)
+    return label_options(command)
 
 
-def _named(module: str, name: str) -> Callable[..., Command]:
+def _create_stub(module: str, name: str) -> Callable[..., Command]:
     def run_stub() -> Command:
         raise AssertionError("only what has been imported runs")
 
@@ -103,7 +103,7 @@ def _named(module: str, name: str) -> Callable[..., Command]:
     return run_stub
 
 
-def spoken(command: type[T]) -> type[T]:
+def label_options(command: type[T]) -> type[T]:
     """Labels each optional option with the kind of its value, in a command's help, and hides its default.
 
     A boolean option becomes a pair of flags, so that the command line can unset what a file has set.
@@ -121,7 +121,7 @@ def spoken(command: type[T]) -> type[T]:
     return command
 
 
-def with_dashes(args: Sequence[str]) -> list[str]:
+def insert_dashes(args: Sequence[str]) -> list[str]:
     """Inserts dashes before the command of the nodes: ``lab ... train ...`` is short for
     ``lab ... -- farflung train ...``.
     """
@@ -139,7 +139,7 @@ _TYPES = ConstructorRegistry()
 
 
 @_TYPES.primitive_rule
-def _path(option: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+def _parse_path(option: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
     """Refuses an empty path, which ``Path`` would read as the current folder."""
     if option.type is not Path:
         return None
@@ -159,11 +159,12 @@ def _path(option: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
 
 
 def _parse(args: Sequence[str]) -> Command:
-    words, stderr = with_dashes(args), io.StringIO()
+    words, stderr = insert_dashes(args), io.StringIO()
     # For commands that do not run, the parser gets their purpose and no options.
     chosen = [*COMMANDS] if words[:1] == ["--tyro-print-completion"] else words[:1]
     commands = {
-        name: _imported(*home) if name in chosen else _named(*home) for name, home in COMMANDS.items()
+        name: _import_command(*home) if name in chosen else _create_stub(*home)
+        for name, home in COMMANDS.items()
     }
     try:
         with contextlib.redirect_stderr(stderr), _TYPES:
@@ -178,13 +179,13 @@ def _parse(args: Sequence[str]) -> Command:
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        raise ConfigError(f"{_first_words(stderr.getvalue())}; see farflung --help") from None
+        raise ConfigError(f"{_extract_message(stderr.getvalue())}; see farflung --help") from None
 
 
-def _first_words(boxed: str) -> str:
+def _extract_message(frame: str) -> str:
     """Returns the first sentence inside the frame that tyro draws around an error."""
     words: list[str] = []
-    for line in boxed.splitlines():
+    for line in frame.splitlines():
         text = line.strip("│ ")
         if line.startswith("╭"):
             continue

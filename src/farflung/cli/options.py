@@ -13,34 +13,34 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from farflung.cli.output import print_files, stderr_console, stdout_console
+from farflung.cli.output import create_stderr_console, create_stdout_console, print_files
 from farflung.comm import Endpoint
-from farflung.config import Setting, settings_of, unknown_setting
+from farflung.config import Setting, build_unknown_error, list_settings
 from farflung.errors import ConfigError
-from farflung.files import json_of, naming, read_text, reading, toml_of
+from farflung.files import load_toml, parse_json, prefix_errors, read_text, wrap_read_errors
 from farflung.runs import RunConfig, RunOptions, SimulatedConfig
 
 if TYPE_CHECKING:  # these import torch, which help does without
-    from farflung.runs import Prepared, Run
+    from farflung.runs import PreparedRun, Run
     from farflung.telemetry import Sink
 
 __all__ = [
     "ENDPOINT",
-    "KEPT",
+    "STORAGE_OPTIONS",
     "RunCommand",
-    "endpoint_of",
-    "finish",
-    "given",
+    "build_endpoint",
+    "collect_options",
+    "print_result",
     "read_settings",
     "with_options",
     "with_settings",
 ]
 
-ENDPOINT = settings_of(Endpoint)
+ENDPOINT = list_settings(Endpoint)
 """Options of a process's connections to its peers."""
-KEPT = {
+STORAGE_OPTIONS = {
     name: option
-    for name, option in settings_of(RunOptions).items()
+    for name, option in list_settings(RunOptions).items()
     if name in ("out", "resume", "replay", "trace", "log_to")
 }
 """Options of the files that a run keeps, real or simulated."""
@@ -48,14 +48,18 @@ KEPT = {
 T = TypeVar("T")
 
 
-def with_settings(kind: type[RunConfig], without: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
+def with_settings(
+    config_class: type[RunConfig], exclude: Collection[str] = ()
+) -> Callable[[type[T]], type[T]]:
     """Returns a decorator that adds options for a run's settings to a command, unless it has one of that name.
 
     Args:
       config_class: Class of the run's settings.
       exclude: Settings without an option.
     """
-    return with_options({name: setting for name, setting in kind.settings().items() if name not in without})
+    return with_options(
+        {name: setting for name, setting in config_class.list_settings().items() if name not in exclude}
+    )
 
 
 def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]]:
@@ -64,11 +68,11 @@ def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]
     def add_options(command: type[T]) -> type[T]:
         for name, setting in settings.items():
             if not hasattr(command, name):
-                text = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.about)
+                text = re.sub(r":\w+:`~?([^`]+)`", r"\1", setting.description)
                 about = tyro.conf.arg(help=f"{text.rstrip('.')}.")
                 kind: Any = setting.kind
-                if setting.words:
-                    kind |= Literal[setting.words]
+                if setting.choices:
+                    kind |= Literal[setting.choices]
                 command.__annotations__[name] = Annotated[kind | None, about]
                 setattr(command, name, None)
         return command
@@ -77,12 +81,12 @@ def with_options(settings: Mapping[str, Setting]) -> Callable[[type[T]], type[T]
 
 
 @dataclass(frozen=True)
-@with_options(KEPT)
+@with_options(STORAGE_OPTIONS)
 class RunCommand:
     """Command that starts a run, real or simulated."""
 
-    kind: ClassVar[type[RunConfig]] = RunConfig
-    elsewhere: ClassVar[frozenset[str]] = frozenset()
+    config_class: ClassVar[type[RunConfig]] = RunConfig
+    ignored_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys of files that this command ignores, since only the other world's command has them."""
 
     config: Path | None = None
@@ -96,26 +100,26 @@ class RunCommand:
     def run(self) -> int:
         """Runs the command and returns the exit code."""
         command, file_settings = self, dict[str, Any]()
-        with nullcontext() if self.config is None else naming(self.config):
+        with nullcontext() if self.config is None else prefix_errors(self.config):
             if self.config is not None:
-                options, settings = settings_of(type(self)), self.kind.settings()
+                options, settings = list_settings(type(self)), self.config_class.list_settings()
                 allowed = {name: o for name, o in options.items() if name not in ("config", "resume")}
-                read = read_settings(self.config, allowed, ignored=self.elsewhere)
+                read = read_settings(self.config, allowed, ignored_keys=self.ignored_keys)
                 file_settings = {name: value for name, value in read.items() if name in settings}
                 missing = {name: read[name] for name in read.keys() - settings if getattr(self, name) is None}
                 command = replace(self, **missing)
-            run = command.prepare(file_settings, given(self, self.kind.settings()))
+            run = command.prepare(file_settings, collect_options(self, self.config_class.list_settings()))
         return command.start(run)
 
     @abstractmethod
-    def prepare(self, *layers: Mapping[str, object]) -> Prepared[Any]:
+    def prepare(self, *layers: Mapping[str, object]) -> PreparedRun[Any]:
         """Prepares the run, with settings from a file and from the command line."""
 
     @abstractmethod
-    def start(self, run: Prepared[Any]) -> int:
+    def start(self, run: PreparedRun[Any]) -> int:
         """Executes the run and returns the exit code."""
 
-    def make(self, run: Prepared[Any], begin: Callable[[Sink], Run], *, leads: bool = True) -> Run:
+    def execute(self, run: PreparedRun[Any], begin: Callable[[Sink], Run], *, is_lead: bool = True) -> Run:
         """Executes the run, shows its progress, and prints its summary.
 
         Args:
@@ -124,19 +128,23 @@ class RunCommand:
           is_lead: Whether this process prints anything.
         """
         from farflung.cli.progress import Progress
-        from farflung.report import partition_table
+        from farflung.report import render_partition_table
 
         quiet = bool(self.quiet or self.json)
         if run.shares and not quiet:
-            stderr_console().print(partition_table(run.shares, run.config.split_text))
-        with Progress(quiet=quiet or not leads, simulated=self.kind is SimulatedConfig) as progress:
+            create_stderr_console().print(render_partition_table(run.shares, run.config.partition_text))
+        with Progress(
+            quiet=quiet or not is_lead, is_simulated=self.config_class is SimulatedConfig
+        ) as progress:
             result = begin(progress)
-        if leads:
-            finish(result, as_json=bool(self.json))
+        if is_lead:
+            print_result(result, as_json=bool(self.json))
         return result
 
 
-def read_settings(path: Path, known: Mapping[str, Setting], ignored: Collection[str] = ()) -> dict[str, Any]:
+def read_settings(
+    path: Path, options: Mapping[str, Setting], ignored_keys: Collection[str] = ()
+) -> dict[str, Any]:
     """Reads the settings in a file, whose keys are names of options with ``-`` or ``_``.
 
     Args:
@@ -149,44 +157,44 @@ def read_settings(path: Path, known: Mapping[str, Setting], ignored: Collection[
         value.
     """
     settings: dict[str, Any] = {}
-    with reading(path, "holds no settings"):
+    with wrap_read_errors(path, "holds no settings"):
         if path.suffix == ".json":
-            with reading(path, "not JSON"):
-                content: Any = json_of(read_text(path))
+            with wrap_read_errors(path, "not JSON"):
+                content: Any = parse_json(read_text(path))
         else:
-            content = toml_of(path)
+            content = load_toml(path)
         if not isinstance(content, dict):
             raise ConfigError(f"expected keys and values, found {type(content).__name__}")
         for key, value in content.items():
             name = key.replace("-", "_")
-            if name in ignored:
+            if name in ignored_keys:
                 continue
-            if name not in known:
-                raise unknown_setting("key", key, known)
+            if name not in options:
+                raise build_unknown_error("key", key, options)
             if name in settings:
                 raise ConfigError(f"{key!r} is there twice, with - and with _")
-            settings[name] = known[name].read(value, key)
+            settings[name] = options[name].convert(value, key)
     return settings
 
 
-def given(command: object, settings: Collection[str]) -> dict[str, Any]:
+def collect_options(command: object, settings: Collection[str]) -> dict[str, Any]:
     """Returns the values of the options that are given on a command line."""
     values = {name: getattr(command, name, None) for name in settings}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def endpoint_of(command: object) -> Endpoint:
+def build_endpoint(command: object) -> Endpoint:
     """Builds the endpoint that a command line describes."""
-    return Endpoint(**given(command, ENDPOINT))
+    return Endpoint(**collect_options(command, ENDPOINT))
 
 
-def finish(run: Run, *, as_json: bool) -> None:
+def print_result(run: Run, *, as_json: bool) -> None:
     """Prints the summary of a run and the paths of its files."""
     if as_json:
         print(json.dumps({**run.summary, "folder": str(run.folder)}))
         return
-    stdout_console().print(run.table())
-    files: dict[str, Path | str] = {"telemetry": run.files.telemetry(min(run.events, default=0))}
-    if run.files.curves.is_dir():
-        files["curves"] = f"tensorboard --logdir {run.files.curves}"
+    create_stdout_console().print(run.build_table())
+    files: dict[str, Path | str] = {"telemetry": run.files.get_telemetry_path(min(run.events, default=0))}
+    if run.files.curves_path.is_dir():
+        files["curves"] = f"tensorboard --logdir {run.files.curves_path}"
     print_files(**files, page=f"farflung report {run.folder}")

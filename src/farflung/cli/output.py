@@ -16,7 +16,7 @@ from rich.text import Text
 
 from farflung.report import PLAIN_WIDTH
 
-__all__ = ["OutputOptions", "print_files", "print_table", "stderr_console", "stdout_console"]
+__all__ = ["OutputOptions", "create_stderr_console", "create_stdout_console", "print_files", "print_table"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,12 @@ class OutputOptions:
     """Show no progress."""
 
 
-def stdout_console() -> Console:
+def create_stdout_console() -> Console:
     """Creates a console on stdout, of fixed width unless it is a terminal."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
-def stderr_console() -> Console:
+def create_stderr_console() -> Console:
     """Creates a console on stderr whose bar needs a real terminal, whatever the environment requests."""
     is_terminal = False
     with suppress(Exception):
@@ -51,10 +51,10 @@ def print_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
         table.add_column(name, no_wrap=index == 0, style="bold" if index == 0 else None, overflow="fold")
     for line in lines:
         table.add_row(*(Text(cell) for cell in line))
-    stdout_console().print(table)
+    create_stdout_console().print(table)
 
 
 def print_files(**files: Path | str) -> None:
     """Prints the name and the path of each file that a command has written."""
     for name, path in files.items():
-        stdout_console().print(Text(f"{name:10} {path}"), soft_wrap=True)
+        create_stdout_console().print(Text(f"{name:10} {path}"), soft_wrap=True)

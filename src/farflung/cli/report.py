@@ -13,15 +13,15 @@ from threading import Thread
 import tyro
 from typing_extensions import override
 
-from farflung.cli.output import print_files, stdout_console
+from farflung.cli.output import create_stdout_console, print_files
 from farflung.errors import ConfigError, DataError, FarflungError
-from farflung.files import reading, write_text
-from farflung.report import ReportedRun, report_data, report_page
+from farflung.files import wrap_read_errors, write_text
+from farflung.report import ReportedRun, build_report_data, render_report_page
 from farflung.runs import RunFolder
-from farflung.runs.stopping import on_stop
+from farflung.runs.stopping import handle_stop_signals
 from farflung.types import Json
 
-__all__ = ["PageServer", "Report", "Watch", "page_data"]
+__all__ = ["PageServer", "Report", "Watch", "load_report_data"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Report:
     def run(self) -> int:
         if not self.run_folders:
             raise ConfigError("give the folder of a run, or of several")
-        page = report_page(page_data(self.run_folders))
+        page = render_report_page(load_report_data(self.run_folders))
         out = self.out or (self.run_folders[0] if len(self.run_folders) == 1 else Path()) / "report.html"
         write_text(out, page)
         print_files(report=out)
@@ -59,19 +59,19 @@ class Watch:
     """Port on loopback; a free one when not given."""
 
     def run(self) -> int:
-        page_data([self.run_folder])  # refuses a run that cannot be shown
+        load_report_data([self.run_folder])  # refuses a run that cannot be shown
         try:
             server = PageServer(self.run_folder, self.port)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--port {self.port}: {error}") from None
         # Shuts down without an exception, which Python would drop in a destructor.
-        with server, on_stop(lambda: Thread(target=server.shutdown, daemon=True).start()):
-            stdout_console().print(f"http://127.0.0.1:{server.server_port}/", soft_wrap=True)
+        with server, handle_stop_signals(lambda: Thread(target=server.shutdown, daemon=True).start()):
+            create_stdout_console().print(f"http://127.0.0.1:{server.server_port}/", soft_wrap=True)
             server.serve_forever()
         raise KeyboardInterrupt
 
 
-def page_data(folders: Sequence[Path], *, live: bool = False) -> dict[str, Json]:
+def load_report_data(folders: Sequence[Path], *, is_live: bool = False) -> dict[str, Json]:
     """Loads the data of a page from the current files of runs.
 
     Raises:
@@ -80,13 +80,13 @@ def page_data(folders: Sequence[Path], *, live: bool = False) -> dict[str, Json]
     runs = []
     for path in folders:
         files = RunFolder(path)
-        settings = files.stored_config()
-        with reading(path, "its events are damaged and cannot be shown", DataError):
-            summary = files.stored_summary() if files.summary.exists() else None
+        settings = files.load_config()
+        with wrap_read_errors(path, "its events are damaged and cannot be shown", DataError):
+            summary = files.load_summary() if files.summary_path.exists() else None
             name = str(path).encode(errors="replace").decode()
-            runs.append(ReportedRun(name, settings, files.events(), summary))
-    with reading(", ".join(map(str, folders)), "damaged", DataError):
-        return report_data(runs, live=live)
+            runs.append(ReportedRun(name, settings, files.load_events(), summary))
+    with wrap_read_errors(", ".join(map(str, folders)), "damaged", DataError):
+        return build_report_data(runs, is_live=is_live)
 
 
 class PageServer(ThreadingHTTPServer):
@@ -117,8 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
             status, text = HTTPStatus.NOT_FOUND, "not there"
         else:
             try:
-                data = page_data([self.server.folder], live=True)
-                text = report_page(data) if self.path == "/" else json.dumps(data)
+                data = load_report_data([self.server.folder], is_live=True)
+                text = render_report_page(data) if self.path == "/" else json.dumps(data)
             except FarflungError as error:
                 status, text = HTTPStatus.INTERNAL_SERVER_ERROR, str(error)
         if status is not HTTPStatus.OK:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from farflung.cli.options import ENDPOINT, KEPT, RunCommand, given, with_settings
-from farflung.runs import RunConfig, RunOptions, SimulatedConfig, asked_to_stop
+from farflung.cli.options import ENDPOINT, STORAGE_OPTIONS, RunCommand, collect_options, with_settings
+from farflung.runs import RunConfig, RunOptions, SimulatedConfig, watch_stop_signals
 
 if TYPE_CHECKING:  # imports torch, which help does without
-    from farflung.runs import Prepared
+    from farflung.runs import PreparedRun
 
 __all__ = ["Simulate"]
 
 
 @dataclass(frozen=True)
-@with_settings(SimulatedConfig, without=("encrypt", "threads"))
+@with_settings(SimulatedConfig, exclude=("encrypt", "threads"))
 class Simulate(RunCommand):
     """Train in virtual time: like farflung train, on a modelled network and modelled devices.
 
@@ -29,20 +29,20 @@ class Simulate(RunCommand):
     """Torch's device for the arithmetic: cpu; cuda, one for each replica; or cuda:0, shared by all of them.
     Times are those of --device, on any hardware."""
 
-    kind: ClassVar[type[RunConfig]] = SimulatedConfig
-    elsewhere: ClassVar[frozenset[str]] = frozenset({*ENDPOINT, "data_stays", "pace", "threads"})
+    config_class: ClassVar[type[RunConfig]] = SimulatedConfig
+    ignored_keys: ClassVar[frozenset[str]] = frozenset({*ENDPOINT, "data_stays", "pace", "threads"})
 
     @override
-    def prepare(self, *layers: Mapping[str, object]) -> Prepared[SimulatedConfig]:
-        from farflung.runs import prepared
+    def prepare(self, *layers: Mapping[str, object]) -> PreparedRun[SimulatedConfig]:
+        from farflung.runs import prepare_run
 
-        options = RunOptions(**given(self, KEPT), device=self.compute_on)
-        return prepared(SimulatedConfig, *layers, options=options)
+        options = RunOptions(**collect_options(self, STORAGE_OPTIONS), device=self.compute_on)
+        return prepare_run(SimulatedConfig, *layers, options=options)
 
     @override
-    def start(self, run: Prepared[SimulatedConfig]) -> int:
-        from farflung.runs import ready_to_simulate
+    def start(self, run: PreparedRun[SimulatedConfig]) -> int:
+        from farflung.runs import begin_simulation
 
-        with asked_to_stop() as stop, ready_to_simulate(run, stop_asked=stop.is_set) as begin:
-            self.make(run, begin)
+        with watch_stop_signals() as stop, begin_simulation(run, should_stop=stop.is_set) as begin:
+            self.execute(run, begin)
         return 130 if stop.is_set() else 0

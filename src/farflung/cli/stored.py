@@ -9,11 +9,11 @@ from typing import Annotated
 
 import tyro
 
-from farflung.cli.options import finish
-from farflung.cli.output import OutputOptions, print_files, stdout_console
+from farflung.cli.options import print_result
+from farflung.cli.output import OutputOptions, create_stdout_console, print_files
 from farflung.cli.progress import Progress
 from farflung.errors import DataError
-from farflung.files import reading, write_json
+from farflung.files import wrap_read_errors, write_json
 from farflung.runs import SimulatedConfig
 
 __all__ = ["Retime", "Trace", "Traffic"]
@@ -39,13 +39,13 @@ class Retime(OutputOptions):
     def run(self) -> int:
         from farflung.runs import RunFolder, retime
 
-        config = SimulatedConfig.stored_in(RunFolder(self.run_folder))
+        config = SimulatedConfig.load_settings(RunFolder(self.run_folder))
         network, device = self.network or str(config["network"]), self.device or str(config["device"])
         stored = self.run_folder.resolve()  # has a name even if the path is a dot
         out = self.out or stored.with_name(f"{stored.name}-on-{Path(network).stem}-{Path(device).stem}")
-        with Progress(quiet=self.quiet or self.json, simulated=True) as progress:
-            run = retime(self.run_folder, network=network, device=device, out=out, show=progress)
-        finish(run, as_json=self.json)
+        with Progress(quiet=self.quiet or self.json, is_simulated=True) as progress:
+            run = retime(self.run_folder, network=network, device=device, out=out, sink=progress)
+        print_result(run, as_json=self.json)
         return 0
 
 
@@ -62,16 +62,16 @@ class Traffic:
     """Print JSON on stdout and nothing else: for each kind and sender the bytes to each rank."""
 
     def run(self) -> int:
-        from farflung.report import sent_by_kind, traffic_table
+        from farflung.report import read_traffic, render_traffic_table
         from farflung.runs import RunFolder
 
         files = RunFolder(self.run_folder)
-        files.stored_config()
-        sent = sent_by_kind(files.events())
+        files.load_config()
+        sent = read_traffic(files.load_events())
         if self.json:
             print(json.dumps(sent))
             return 0
-        stdout_console().print(traffic_table(sent, title=f"payload bytes, {self.run_folder}"))
+        create_stdout_console().print(render_traffic_table(sent, title=f"payload bytes, {self.run_folder}"))
         return 0
 
 
@@ -89,13 +89,13 @@ class Trace:
     """Trace file; by default trace.json in the run's folder."""
 
     def run(self) -> int:
-        from farflung.report import chrome_trace
+        from farflung.report import build_chrome_trace
         from farflung.runs import RunFolder
 
         files = RunFolder(self.run_folder)
-        files.stored_config()
-        with reading(files.path, "its events are damaged and cannot be traced", DataError):
-            trace = chrome_trace(files.events(), title=str(self.run_folder))
+        files.load_config()
+        with wrap_read_errors(files.path, "its events are damaged and cannot be traced", DataError):
+            trace = build_chrome_trace(files.load_events(), title=str(self.run_folder))
         out = self.out or files.path / "trace.json"
         write_json(out, trace)
         print_files(trace=out)

@@ -8,17 +8,24 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from farflung.cli.options import ENDPOINT, RunCommand, endpoint_of, given, with_options, with_settings
-from farflung.config import settings_of
+from farflung.cli.options import (
+    ENDPOINT,
+    RunCommand,
+    build_endpoint,
+    collect_options,
+    with_options,
+    with_settings,
+)
+from farflung.config import list_settings
 from farflung.errors import ConfigError
 from farflung.runs import RunConfig, RunOptions
 
 if TYPE_CHECKING:  # imports torch, which help does without
-    from farflung.runs import Prepared
+    from farflung.runs import PreparedRun
 
 __all__ = ["Train"]
 
-OPTIONS = settings_of(RunOptions)
+OPTIONS = list_settings(RunOptions)
 """Options of a run that are not settings."""
 
 
@@ -33,7 +40,7 @@ class Train(RunCommand):
     Under srun and mpirun it does the same.
     """
 
-    elsewhere: ClassVar[frozenset[str]] = frozenset(
+    ignored_keys: ClassVar[frozenset[str]] = frozenset(
         {"network", "connections", "device", "faults", "count_evaluation"}
     )
 
@@ -42,7 +49,7 @@ class Train(RunCommand):
     models them."""
 
     @override
-    def prepare(self, *layers: Mapping[str, object]) -> Prepared[RunConfig]:
+    def prepare(self, *layers: Mapping[str, object]) -> PreparedRun[RunConfig]:
         if self.network is not None:
             raise ConfigError(
                 f"--network: train uses the links of this machine: use farflung lab --network {self.network} train ... "
@@ -50,15 +57,15 @@ class Train(RunCommand):
             )
         from farflung.runs import prepare_training
 
-        options = RunOptions(**given(self, OPTIONS), endpoint=endpoint_of(self))
+        options = RunOptions(**collect_options(self, OPTIONS), endpoint=build_endpoint(self))
         return prepare_training(*layers, options=options)
 
     @override
-    def start(self, run: Prepared[RunConfig]) -> int:
-        from farflung.runs import ready_to_train
+    def start(self, run: PreparedRun[RunConfig]) -> int:
+        from farflung.runs import begin_training
         from farflung.wall import LaunchEnv
 
         env = LaunchEnv.read()
-        with ready_to_train(run) as begin:
-            result = self.make(run, begin, leads=env is None or env.rank == 0)
+        with begin_training(run) as begin:
+            result = self.execute(run, begin, is_lead=env is None or env.rank == 0)
         return 130 if result.summary.get("interrupted") else 0

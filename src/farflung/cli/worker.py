@@ -11,13 +11,13 @@ from functools import partial
 
 import tyro
 
-from farflung._linux import die_with_parent
+from farflung._linux import exit_with_parent
 from farflung.errors import ConfigError
-from farflung.membership import SUPERVISOR, Page, certify
+from farflung.membership import SUPERVISOR, Page, announce_end
 
 __all__ = ["Worker"]
 
-_FORWARDED = (
+_FORWARDED_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
 )  # fmt: skip
 
@@ -39,9 +39,9 @@ class Worker:
     def run(self) -> int:
         if not self.command:
             raise ConfigError("no program is given: farflung worker -- python train.py")
-        fd = Page.to_inherit()
+        fd = Page.create_memory()
         page = Page(fd)
-        setup_child = partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None
+        setup_child = partial(exit_with_parent, os.getpid()) if sys.platform == "linux" else None
         try:
             child = subprocess.Popen(
                 self.command,
@@ -52,10 +52,10 @@ class Worker:
             )
         except OSError as error:
             raise ConfigError(f"{self.command[0]}: cannot be started ({error.strerror})") from None
-        for number in _FORWARDED:
+        for number in _FORWARDED_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, _: child.send_signal(number))
         code = child.wait()
-        for thread in certify(page, code) if code else ():
+        for thread in announce_end(page, code) if code else ():
             thread.join()
         return code if code >= 0 else 128 - code

@@ -5,12 +5,12 @@ Codecs compose: :func:`chain`, :func:`error_feedback`, :func:`by_size`, :func:`b
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 from farflung.spec import Registry
 from farflung.types import Codec
 
 if TYPE_CHECKING:
-    from farflung.codecs.base import Sparse
+    from farflung.codecs.base import SparseCodec
     from farflung.codecs.chained import Chain, chain
     from farflung.codecs.chunked_topk import ChunkedTopK
     from farflung.codecs.demo import DeMo
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from farflung.codecs.int8 import Int8
     from farflung.codecs.qsgd import QSGD
     from farflung.codecs.randomk import RandomK
-    from farflung.codecs.routed import ByRole, BySize, Route, Routed, by_role, by_size
+    from farflung.codecs.routed import ByRole, BySize, CodecRoute, RoutedCodec, by_role, by_size
     from farflung.codecs.sign import Sign
     from farflung.codecs.topk import TopK
     from farflung.codecs.truncate16 import Truncate16
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
-            "base": "Sparse",
+            "base": "SparseCodec",
             "chained": "Chain chain",
             "chunked_topk": "ChunkedTopK",
             "demo": "DeMo",
@@ -38,7 +38,7 @@ else:
             "int8": "Int8",
             "qsgd": "QSGD",
             "randomk": "RandomK",
-            "routed": "ByRole BySize Route Routed by_role by_size",
+            "routed": "ByRole BySize CodecRoute RoutedCodec by_role by_size",
             "sign": "Sign",
             "topk": "TopK",
             "truncate16": "Truncate16",
@@ -53,15 +53,15 @@ __all__ = [
     "BySize",
     "Chain",
     "ChunkedTopK",
+    "CodecRoute",
     "DeMo",
     "ErrorFeedback",
     "Identity",
     "Int8",
     "RandomK",
-    "Route",
-    "Routed",
+    "RoutedCodec",
     "Sign",
-    "Sparse",
+    "SparseCodec",
     "TopK",
     "Truncate16",
     "by_role",

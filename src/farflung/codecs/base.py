@@ -13,13 +13,13 @@ from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
 
 __all__ = [
     "BaseCodec",
-    "Sparse",
-    "Transformed",
+    "SparseCodec",
+    "TransformCodec",
     "accumulate",
     "check_codecs",
     "check_floating",
-    "nested_state",
-    "summed_specs",
+    "get_nested_state",
+    "list_summed_specs",
     "with_nested_state",
 ]
 
@@ -30,15 +30,15 @@ class BaseCodec:
     __slots__ = ()
 
     @property
-    def unbiased(self) -> bool:
+    def is_unbiased(self) -> bool:
         return False
 
     @property
-    def stateless(self) -> bool:
+    def is_stateless(self) -> bool:
         return True
 
     @property
-    def per_hop(self) -> bool:
+    def can_requantize(self) -> bool:
         return False
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -58,10 +58,10 @@ class BaseCodec:
     ) -> Tensor:
         raise NotImplementedError
 
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+    def update_state(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
         return state
 
-    def linear(self, state: CodecState) -> bool:
+    def is_linear(self, state: CodecState) -> bool:
         return False
 
 
@@ -86,7 +86,7 @@ def check_floating(name: str, spec: TensorSpec) -> None:
         raise Unsupported(f"codec {name} needs floating gradients, not {spec.dtype}")
 
 
-def nested_state(state: CodecState, name: str) -> CodecState:
+def get_nested_state(state: CodecState, name: str) -> CodecState:
     """Returns the state that ``state`` holds under ``name``; empty if there is none."""
     return CodecState(state.shared.get(name, {}), state.local.get(name, {}))
 
@@ -98,7 +98,7 @@ def with_nested_state(state: CodecState, name: str, inner: CodecState) -> CodecS
     return CodecState({**state.shared, name: inner.shared}, {**state.local, name: inner.local})
 
 
-def summed_specs(codec: Codec, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+def list_summed_specs(codec: Codec, spec: TensorSpec) -> tuple[TensorSpec, ...]:
     """Returns the specs of the tensors that payloads of a linear codec are summed as.
 
     The result is empty if the codec has no method ``list_summed_specs``.
@@ -107,7 +107,7 @@ def summed_specs(codec: Codec, spec: TensorSpec) -> tuple[TensorSpec, ...]:
     return () if method is None else tuple(method(spec))
 
 
-class Sparse(BaseCodec):
+class SparseCodec(BaseCodec):
     """Codec whose payloads are added to a sum entry by entry, in time proportional to the entries sent.
 
     A payload has values and their int32 indices, or only the flat dense tensor.
@@ -129,13 +129,13 @@ class Sparse(BaseCodec):
             )
         return CodecState()
 
-    def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
+    def add_entries(self, state: CodecState, tensors: Sequence[Tensor], total: Tensor, alpha: float) -> None:
         """Adds ``alpha`` times the entries of a sparse payload to ``total``, in place.
 
         Raises:
           ProtocolError: An index is out of range; checked on a CPU only.
         """
-        values, indices = sent
+        values, indices = tensors
         if indices.device.type == "cpu" and len(indices):
             lowest, highest = map(int, indices.aminmax())
             if lowest < 0 or highest >= total.numel():
@@ -145,13 +145,13 @@ class Sparse(BaseCodec):
                 )
         total.view(-1).index_add_(0, indices, values.to(total.dtype), alpha=alpha)
 
-    def add_sent(self, state: CodecState, payload: Payload, total: Tensor, alpha: float = 1.0) -> None:
+    def add_payload(self, state: CodecState, payload: Payload, total: Tensor, alpha: float = 1.0) -> None:
         """Adds ``alpha`` times a payload to ``total``, which has the shape of the encoded tensor, in place.
 
         Raises:
           ProtocolError: An index is out of range; checked on a CPU only.
         """
-        tensors = tuple(payload.tensors())
+        tensors = tuple(payload.iter_tensors())
         if len(tensors) > 1:
             self.add_entries(state, tensors, total, alpha)
         else:
@@ -161,7 +161,7 @@ class Sparse(BaseCodec):
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
         """Adds ``alpha`` times the decoded payload to ``total``; see :func:`accumulate`."""
-        self.add_sent(state, payload, total, alpha)
+        self.add_payload(state, payload, total, alpha)
 
     @override
     def decode(
@@ -172,25 +172,25 @@ class Sparse(BaseCodec):
         Raises:
           ProtocolError: An index is out of range; checked on a CPU only.
         """
-        total = torch.zeros(spec.shape, dtype=spec.dtype, device=next(iter(payload.tensors())).device)
+        total = torch.zeros(spec.shape, dtype=spec.dtype, device=next(iter(payload.iter_tensors())).device)
         self.accumulate(state, payload, total, step=step, count=count)
         return total
 
-    def replace_large(self, state: CodecState, payload: Payload, like: Tensor) -> Payload:
+    def densify_large(self, state: CodecState, payload: Payload, flat: Tensor) -> Payload:
         """Returns a dense payload if the sparse one is no smaller than the flat tensor that it encodes."""
-        if payload.nbytes < like.nbytes:
+        if payload.nbytes < flat.nbytes:
             return payload
-        dense = torch.zeros_like(like)
-        self.add_sent(state, payload, dense)
+        dense = torch.zeros_like(flat)
+        self.add_payload(state, payload, dense)
         return Payload((dense,))
 
 
-class Transformed(Sparse):
+class TransformCodec(SparseCodec):
     """Sparse codec of linear transform components, which are summed before they are transformed back."""
 
     __slots__ = ()
 
-    def restore(self, state: CodecState, components: Tensor) -> Tensor:
+    def invert(self, state: CodecState, components: Tensor) -> Tensor:
         """Returns the tensor that components, or sums of them, represent."""
         raise NotImplementedError
 
@@ -199,8 +199,8 @@ class Transformed(Sparse):
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
         components = torch.zeros_like(total)
-        self.add_sent(state, payload, components)
-        total.add_(self.restore(state, components), alpha=alpha)
+        self.add_payload(state, payload, components)
+        total.add_(self.invert(state, components), alpha=alpha)
 
 
 def accumulate(
@@ -231,4 +231,6 @@ def accumulate(
     if accumulate_sparse is not None:
         accumulate_sparse(state, payload, total, step=step, count=count, alpha=alpha)
     else:
-        total.add_(codec.decode(state, payload, TensorSpec.of(total), step=step, count=count), alpha=alpha)
+        total.add_(
+            codec.decode(state, payload, TensorSpec.from_tensor(total), step=step, count=count), alpha=alpha
+        )

@@ -25,10 +25,10 @@ def pack(values: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return values
-    words = _padded(values, 8).view(torch.int64)
+    words = _pad(values, 8).view(torch.int64)
     for unit in (16, 32, 64):
         field = unit // 16 * bits
-        low = _every(unit, (1 << field) - 1)
+        low = _repeat_pattern(unit, (1 << field) - 1)
         upper = (words >> (unit // 2 - field)).bitwise_and_(low << field)
         words = (words & low).bitwise_or_(upper)
     return words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)
@@ -44,7 +44,7 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     words = spread.view(-1).view(torch.int64)
     for unit in (64, 32, 16):
         field = unit // 16 * bits
-        low = _every(unit, (1 << field) - 1)
+        low = _repeat_pattern(unit, (1 << field) - 1)
         upper = (words << (unit // 2 - field)).bitwise_and_(low << unit // 2)
         words = (words & low).bitwise_or_(upper)
     return words.view(torch.uint8)[:numel]
@@ -60,7 +60,7 @@ def pack_indices(indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
     Returns:
       Two uint8 tensors; the second is empty if a byte is enough.
     """
-    bits = _index_bits(size)
+    bits = _count_index_bits(size)
     low = pack((indices & 0xFF).to(torch.uint8), min(bits, BYTE))
     if bits <= BYTE:
         return low, low.new_empty(0)
@@ -69,14 +69,14 @@ def pack_indices(indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def unpack_indices(low: Tensor, high: Tensor, size: int, numel: int) -> Tensor:
     """Unpacks ``numel`` indices as int64."""
-    bits = _index_bits(size)
+    bits = _count_index_bits(size)
     indices = unpack(low, min(bits, BYTE), numel)[:numel].to(torch.int64)
     if bits > BYTE:
         indices |= unpack(high, bits - BYTE, numel)[:numel].to(torch.int64) << BYTE
     return indices
 
 
-def _index_bits(size: int) -> int:
+def _count_index_bits(size: int) -> int:
     return max(1, (size - 1).bit_length())
 
 
@@ -91,7 +91,7 @@ def pack_fields(values: Tensor, width: int) -> Tensor:
       int32 tensor of ``ceil(n / (32 // width))`` words; the top field may reach the sign bit.
     """
     num_fields = 32 // width
-    rows = _padded(values, num_fields).view(num_fields, (values.numel() + num_fields - 1) // num_fields)
+    rows = _pad(values, num_fields).view(num_fields, (values.numel() + num_fields - 1) // num_fields)
     words = rows[0].to(torch.int32)
     for place, row in enumerate(rows[1:], start=1):
         words.bitwise_or_(row.to(torch.int32).bitwise_left_shift_(width * place))
@@ -106,12 +106,12 @@ def unpack_fields(words: Tensor, width: int, numel: int) -> Tensor:
     return rows.bitwise_and_((1 << width) - 1).view(-1)[:numel]
 
 
-def _every(unit: int, pattern: int) -> int:
+def _repeat_pattern(period: int, pattern: int) -> int:
     """Repeats ``pattern`` at the low end of every ``period`` bits of a 64-bit word."""
-    return sum(pattern << start for start in range(0, 64, unit))
+    return sum(pattern << start for start in range(0, 64, period))
 
 
-def _padded(values: Tensor, multiple: int) -> Tensor:
+def _pad(values: Tensor, multiple: int) -> Tensor:
     padding = -values.numel() % multiple
     if not padding:
         return values.contiguous()

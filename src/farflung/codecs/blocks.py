@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Norm", "blocks", "bucket_norms", "scratch_for", "working_dtype"]
+__all__ = ["Norm", "allocate_scratch", "compute_bucket_norms", "get_working_dtype", "iter_blocks"]
 
 Norm = Literal["l2", "max", "mean"]
 """Norm of a bucket; ``mean`` is the mean magnitude."""
@@ -18,7 +18,7 @@ BLOCK_NUMEL = 1 << 16
 """Our choice: a float32 block and its scratch fit in a 1 MiB cache, and Python's share of the time is small."""
 
 
-def blocks(tensor: Tensor, bucket_size: int = 1) -> Iterator[tuple[int, int]]:
+def iter_blocks(tensor: Tensor, bucket_size: int = 1) -> Iterator[tuple[int, int]]:
     """Yields first and last (excluded) element of consecutive pieces of a flat tensor.
 
     On a CPU a piece fits in the cache, so that several operations on it read memory once. On other devices pieces
@@ -39,27 +39,27 @@ def blocks(tensor: Tensor, bucket_size: int = 1) -> Iterator[tuple[int, int]]:
             yield start, min(start + size, last)
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
+def get_working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of computations: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def scratch_for(tensor: Tensor, bucket_size: int, dtype: torch.dtype) -> Tensor:
+def allocate_scratch(tensor: Tensor, bucket_size: int, dtype: torch.dtype) -> Tensor:
     """Allocates memory for the longest of a tensor's :func:`iter_blocks`, which is the first."""
-    numel = next((stop - start for start, stop in blocks(tensor, bucket_size)), 0)
+    numel = next((stop - start for start, stop in iter_blocks(tensor, bucket_size)), 0)
     return torch.empty(numel, dtype=dtype, device=tensor.device)
 
 
-def bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
+def compute_bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
     """Computes the norm of every ``bucket_size`` elements of a flat tensor; the last bucket may be shorter.
 
     Returns:
       Tensor of shape ``(ceil(n / bucket_size),)``, float32 or float64; NaN for a bucket that holds one.
     """
     numel = tensor.numel()
-    dtype = working_dtype(tensor.dtype)
+    dtype = get_working_dtype(tensor.dtype)
     norms = torch.empty(math.ceil(numel / bucket_size), dtype=dtype, device=tensor.device)
-    scratch = scratch_for(tensor, bucket_size, dtype)
+    scratch = allocate_scratch(tensor, bucket_size, dtype)
     partial: list[Tensor] = []
 
     def reduce(rows: Tensor, count: int) -> Tensor:
@@ -67,7 +67,7 @@ def bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
         # The sum of large numbers may be infinite although their mean is finite.
         return _REDUCE[norm](rows.div_(count) if norm == "mean" else rows, -1)
 
-    for start, stop in blocks(tensor, bucket_size):
+    for start, stop in iter_blocks(tensor, bucket_size):
         piece = scratch[: stop - start].copy_(tensor[start:stop])
         if norm != "l2":
             piece.abs_()
@@ -85,9 +85,13 @@ def bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor:
     return norms
 
 
-def _norm(rows: Tensor, dim: int) -> Tensor:
+def _compute_l2_norm(rows: Tensor, dim: int) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(rows, dim=dim)
     return norms
 
 
-_REDUCE: dict[Norm, Callable[[Tensor, int], Tensor]] = {"l2": _norm, "max": torch.amax, "mean": torch.sum}
+_REDUCE: dict[Norm, Callable[[Tensor, int], Tensor]] = {
+    "l2": _compute_l2_norm,
+    "max": torch.amax,
+    "mean": torch.sum,
+}

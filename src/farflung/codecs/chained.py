@@ -11,15 +11,15 @@ from farflung.codecs.base import (
     BaseCodec,
     accumulate,
     check_codecs,
-    nested_state,
-    summed_specs,
+    get_nested_state,
+    list_summed_specs,
     with_nested_state,
 )
 from farflung.codecs.int8 import Int8
 from farflung.codecs.topk import TopK
 from farflung.errors import Unsupported
-from farflung.seeding import derive
-from farflung.trees import only_seeds, rebuilt
+from farflung.seeding import derive_seed
+from farflung.trees import has_only_seeds, map_tensors
 from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["Chain", "chain"]
@@ -55,18 +55,18 @@ class Chain(BaseCodec):
 
     @property
     @override
-    def unbiased(self) -> bool:
-        return self.first.unbiased and self.second.unbiased
+    def is_unbiased(self) -> bool:
+        return self.first.is_unbiased and self.second.is_unbiased
 
     @property
     @override
-    def stateless(self) -> bool:
-        return self.first.stateless and self.second.stateless
+    def is_stateless(self) -> bool:
+        return self.first.is_stateless and self.second.is_stateless
 
     @property
     @override
-    def per_hop(self) -> bool:
-        return self.first.per_hop and self.second.per_hop
+    def can_requantize(self) -> bool:
+        return self.first.can_requantize and self.second.can_requantize
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -75,60 +75,67 @@ class Chain(BaseCodec):
         Raises:
           Unsupported: The second codec keeps more than seeds, or a codec cannot encode the tensor.
         """
-        if not only_seeds(self.second.init(spec, seeds)):
+        if not has_only_seeds(self.second.init(spec, seeds)):
             raise Unsupported(
                 f"chain: {self.second!r} keeps more than seeds between steps: put it around the chain"
             )
         state = CodecState()
-        if not self.second.stateless:
-            state = CodecState({"seed": seeds.shared}, {"seed": seeds.own})
+        if not self.second.is_stateless:
+            state = CodecState({"seed": seeds.shared}, {"seed": seeds.local})
         return with_nested_state(state, "first", self.first.init(spec, seeds))
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Encodes with the first codec, then encodes each floating tensor of its payload with the second."""
-        payload, inner = self.first.encode(nested_state(state, "first"), grad, step=step, count=count)
+        payload, inner = self.first.encode(get_nested_state(state, "first"), grad, step=step, count=count)
         encoded: list[Tensor | Payload] = []
 
         def encode_floating(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            second_state = self._second_state(state, TensorSpec.of(tensor), len(encoded))
+            second_state = self._build_second_state(state, TensorSpec.from_tensor(tensor), len(encoded))
             encoded.append(self.second.encode(second_state, tensor, step=step, count=count)[0])
             return tensor.new_empty((0, *tensor.shape))
 
-        tree = rebuilt(payload, encode_floating)
+        tree = map_tensors(payload, encode_floating)
         return Payload((tree, *encoded)), with_nested_state(state, "first", inner)
 
     @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        inner_payload = self._first_payload(state, payload, step, count)
-        return self.first.decode(nested_state(state, "first"), inner_payload, spec, step=step, count=count)
+        inner_payload = self._decode_second(state, payload, step, count)
+        return self.first.decode(
+            get_nested_state(state, "first"), inner_payload, spec, step=step, count=count
+        )
 
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        inner_payload, inner = self._first_payload(state, payload, step, count), nested_state(state, "first")
+        inner_payload, inner = (
+            self._decode_second(state, payload, step, count),
+            get_nested_state(state, "first"),
+        )
         accumulate(self.first, inner, inner_payload, total, step=step, count=count, alpha=alpha)
 
     @override
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        inner = self.first.observe(nested_state(state, "first"), aggregate, step=step)
+    def update_state(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+        inner = self.first.update_state(get_nested_state(state, "first"), aggregate, step=step)
         return with_nested_state(state, "first", inner)
 
-    def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def list_summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """Returns the specs of the second codec for each tensor that the first one sums."""
-        parts = [summed_specs(self.second, inner_spec) for inner_spec in summed_specs(self.first, spec)]
+        parts = [
+            list_summed_specs(self.second, inner_spec) for inner_spec in list_summed_specs(self.first, spec)
+        ]
         return tuple(summed for part in parts for summed in part) if all(parts) else ()
 
     @override
-    def linear(self, state: CodecState) -> bool:
-        second = self._second_state(state, TensorSpec((1,)), 0)
-        return self.first.linear(nested_state(state, "first")) and self.second.linear(second)
+    def is_linear(self, state: CodecState) -> bool:
+        second = self._build_second_state(state, TensorSpec((1,)), 0)
+        return self.first.is_linear(get_nested_state(state, "first")) and self.second.is_linear(second)
 
-    def _first_payload(self, state: CodecState, payload: Payload, step: int, count: int) -> Payload:
+    def _decode_second(self, state: CodecState, payload: Payload, step: int, count: int) -> Payload:
         """Returns the first codec's payload with its floating tensors decoded."""
         tree, *encoded = payload.parts
         assert isinstance(tree, Payload)
@@ -140,23 +147,25 @@ class Chain(BaseCodec):
             index, part = next(indexed_payloads)
             assert isinstance(part, Payload)
             spec = TensorSpec(tuple(tensor.shape[1:]), tensor.dtype)
-            second_state = self._second_state(state, spec, index)
+            second_state = self._build_second_state(state, spec, index)
             return self.second.decode(second_state, part, spec, step=step, count=count)
 
-        return rebuilt(tree, decode_floating)
+        return map_tensors(tree, decode_floating)
 
-    def _second_state(self, state: CodecState, spec: TensorSpec, place: int) -> CodecState:
-        if self.second.stateless:
+    def _build_second_state(self, state: CodecState, spec: TensorSpec, index: int) -> CodecState:
+        if self.second.is_stateless:
             return CodecState()
         shared, local = state.shared["seed"], state.local["seed"]
-        return self.second.init(spec, Seeds(derive(shared, "chain", place), derive(local, "chain", place)))
+        return self.second.init(
+            spec, Seeds(derive_seed(shared, "chain", index), derive_seed(local, "chain", index))
+        )
 
 
-def chain(first: Codec | None = None, *others: Codec) -> Codec:
-    """Returns a :class:`Chain` of two or more codecs; by default Top-k followed by 8 bits."""
+def chain(first: Codec | None = None, *codecs: Codec) -> Codec:
+    """Returns a :class:`Compose` of two or more codecs; by default Top-k followed by 8 bits."""
     if first is None:
         return Chain()
     codec = first
-    for successor in others:
+    for successor in codecs:
         codec = Chain(codec, successor)
     return codec

@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse
+from farflung.codecs.base import SparseCodec
 from farflung.codecs.bits import pack, pack_indices, unpack, unpack_indices
 from farflung.codecs.selection import count_kept
-from farflung.options import part_option, whole_option
+from farflung.options import check_fraction, check_integer
 from farflung.types import CodecState, Payload
 
 __all__ = ["ChunkedTopK"]
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedTopK(Sparse):
+class ChunkedTopK(SparseCodec):
     r"""Codec that keeps the ``density`` fraction of each chunk with the largest magnitude, in ``bits`` bits each.
 
     An index counts from the start of its chunk: with chunks of 4096 it takes 12 bits instead of 32. Each part of a
@@ -52,10 +52,10 @@ class ChunkedTopK(Sparse):
     bits: int | None = 2
 
     def __post_init__(self) -> None:
-        part_option("chunked_topk", "density", self.density)
-        whole_option("chunked_topk", "chunk", self.chunk, 1, 1 << 16)
+        check_fraction("chunked_topk", "density", self.density)
+        check_integer("chunked_topk", "chunk", self.chunk, 1, 1 << 16)
         if self.bits is not None:
-            whole_option("chunked_topk", "bits", self.bits, 1, 4)
+            check_integer("chunked_topk", "bits", self.bits, 1, 4)
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
@@ -63,40 +63,40 @@ class ChunkedTopK(Sparse):
         flat = grad.reshape(-1)
         if not len(flat):
             return Payload((flat.clone(),)), state
-        chunk, chunks, keep = self._cut(len(flat))
+        chunk, chunks, keep = self._plan_chunks(len(flat))
         rows = F.pad(flat, (0, chunks * chunk - len(flat))).view(chunks, chunk)
-        indices = _magnitudes(rows).topk(keep, dim=1, sorted=False).indices.sort(dim=1).values
+        indices = _compute_magnitudes(rows).topk(keep, dim=1, sorted=False).indices.sort(dim=1).values
         values = rows.gather(1, indices).reshape(-1)
         packed = pack_indices(indices.reshape(-1), chunk)
-        parts = (*packed, values) if self.bits is None else (*packed, *_coded(values, self.bits))
-        return self.replace_large(state, Payload(parts), flat), state
+        parts = (*packed, values) if self.bits is None else (*packed, *_quantize(values, self.bits))
+        return self.densify_large(state, Payload(parts), flat), state
 
     @override
-    def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
-        chunk, chunks, keep = self._cut(total.numel())
-        indices = unpack_indices(sent[0], sent[1], chunk, chunks * keep)
+    def add_entries(self, state: CodecState, tensors: Sequence[Tensor], total: Tensor, alpha: float) -> None:
+        chunk, chunks, keep = self._plan_chunks(total.numel())
+        indices = unpack_indices(tensors[0], tensors[1], chunk, chunks * keep)
         indices += torch.arange(0, chunks * chunk, chunk, device=indices.device).repeat_interleave(keep)
-        values = sent[2]
+        values = tensors[2]
         if self.bits is not None:
-            values = sent[3][unpack(sent[2], self.bits, len(indices)).to(torch.int64)]
+            values = tensors[3][unpack(tensors[2], self.bits, len(indices)).to(torch.int64)]
         # Indices of the padding lie behind the end.
         values = torch.where(indices < total.numel(), values, 0)
-        Sparse.add_entries(self, state, (values, indices.clamp_max(total.numel() - 1)), total, alpha)
+        SparseCodec.add_entries(self, state, (values, indices.clamp_max(total.numel() - 1)), total, alpha)
 
-    def _cut(self, numel: int) -> tuple[int, int, int]:
+    def _plan_chunks(self, numel: int) -> tuple[int, int, int]:
         """Returns the entries of a chunk, the number of chunks, and the entries of each that are sent."""
         chunk = min(self.chunk, numel)
         return chunk, math.ceil(numel / chunk), count_kept(chunk, self.density)
 
 
-def _magnitudes(tensor: Tensor) -> Tensor:
+def _compute_magnitudes(tensor: Tensor) -> Tensor:
     return tensor.abs().nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def _coded(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Returns the packed codes of values, and the mean of each code."""
     classes = 1 << (bits - 1)
-    magnitudes = _magnitudes(values)
+    magnitudes = _compute_magnitudes(values)
     low, high = magnitudes.aminmax()
     codes = values.signbit().to(torch.uint8) * classes
     for number in range(1, classes):

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import Transformed, check_floating
+from farflung.codecs.base import TransformCodec, check_floating
 from farflung.codecs.bits import pack_indices, unpack_indices
 from farflung.errors import ProtocolError
-from farflung.options import share_option, whole_option
-from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
+from farflung.options import check_integer, check_share
+from farflung.types import CodecState, ParameterSpan, Payload, Seeds, TensorSpec
 
 __all__ = ["DeMo"]
 
 
 @dataclass(frozen=True, slots=True)
-class DeMo(Transformed):
+class DeMo(TransformCodec):
     r"""Codec that adds gradients to a momentum, sends its largest cosine components and subtracts them.
 
     .. math::
@@ -59,12 +59,12 @@ class DeMo(Transformed):
     chunk: int = 64
     keep: int = 32
 
-    stateless: ClassVar[bool] = False
+    is_stateless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        share_option("demo", "decay", self.decay)
-        whole_option("demo", "chunk", self.chunk, 1, 256)
-        whole_option("demo", "keep", self.keep, 1)
+        check_share("demo", "decay", self.decay)
+        check_integer("demo", "chunk", self.chunk, 1, 256)
+        check_integer("demo", "keep", self.keep, 1)
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -74,8 +74,8 @@ class DeMo(Transformed):
           Unsupported: The tensor is not floating.
         """
         check_floating("demo", spec)
-        parts = spec.parts or (Placed((spec.numel,), 0),)
-        blocks = [self._blocks(part) for part in parts if part.numel]
+        parts = spec.spans or (ParameterSpan((spec.numel,), 0),)
+        blocks = [self._plan_blocks(part) for part in parts if part.numel]
         return CodecState({"blocks": blocks}, {"components": torch.zeros(spec.shape, dtype=spec.dtype)})
 
     @override
@@ -83,49 +83,55 @@ class DeMo(Transformed):
         """Returns components and their indices, of all blocks in order."""
         momentum = state.local["components"].to(grad.device).mul(self.decay)
         values, packed_indices = [grad.new_empty(0)], [torch.empty(0, dtype=torch.int64, device=grad.device)]
-        for grid in starmap(_Blocks, state.shared["blocks"]):
-            components = grid.components(momentum.view(-1)).add_(grid.transform(grad.view(-1)))
+        for grid in starmap(_BlockGrid, state.shared["blocks"]):
+            components = grid.view_components(momentum.view(-1)).add_(grid.transform(grad.view(-1)))
             largest = components.abs().nan_to_num(nan=math.inf, posinf=math.inf)
             indices = largest.topk(min(self.keep, grid.size), dim=1, sorted=False).indices.sort(dim=1).values
             values.append(components.gather(1, indices).view(-1))
             packed_indices.append(indices.view(-1))
             components.scatter_(1, indices, 0.0)
         payload = Payload((torch.cat(values), *pack_indices(torch.cat(packed_indices), self.chunk**2)))
-        payload = self.replace_large(state, payload, grad.view(-1))
+        payload = self.densify_large(state, payload, grad.view(-1))
         return payload, CodecState(state.shared, {"components": momentum.nan_to_num_(0.0, 0.0, 0.0)})
 
     @override
-    def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
-        values, low, high = sent
+    def add_entries(self, state: CodecState, tensors: Sequence[Tensor], total: Tensor, alpha: float) -> None:
+        values, low, high = tensors
         all_indices = unpack_indices(low, high, self.chunk**2, len(values))
         start = 0
-        for grid in starmap(_Blocks, state.shared["blocks"]):
+        for grid in starmap(_BlockGrid, state.shared["blocks"]):
             keep = min(self.keep, grid.size)
-            stop = start + grid.number * keep
-            indices = all_indices[start:stop].view(grid.number, keep)
+            stop = start + grid.num_blocks * keep
+            indices = all_indices[start:stop].view(grid.num_blocks, keep)
             if indices.device.type == "cpu" and int(indices.max()) >= grid.size:
                 raise ProtocolError(
                     f"component {int(indices.max())} of {grid.size}: do all ranks run the same model and recipe?"
                 )
-            components = grid.components(total.view(-1))
-            share = values[start:stop].view(grid.number, keep).to(total.dtype)
+            components = grid.view_components(total.view(-1))
+            share = values[start:stop].view(grid.num_blocks, keep).to(total.dtype)
             components.scatter_add_(1, indices, share * alpha)
             start = stop
 
     @override
-    def restore(self, state: CodecState, components: Tensor) -> Tensor:
+    def invert(self, state: CodecState, components: Tensor) -> Tensor:
         restored = torch.zeros_like(components)
-        for grid in starmap(_Blocks, state.shared["blocks"]):
-            grid.restore(components.view(-1), restored.view(-1))
+        for grid in starmap(_BlockGrid, state.shared["blocks"]):
+            grid.invert(components.view(-1), restored.view(-1))
         return restored
 
-    def _blocks(self, part: Placed) -> list[int]:
+    def _plan_blocks(self, part: ParameterSpan) -> list[int]:
         rows = part.shape[0] if len(part.shape) > 1 else 1
         columns = part.numel // rows
-        return [part.start, rows, columns, _divisor(rows, self.chunk), _divisor(columns, self.chunk)]
+        return [
+            part.start,
+            rows,
+            columns,
+            _find_divisor(rows, self.chunk),
+            _find_divisor(columns, self.chunk),
+        ]
 
 
-class _Blocks(NamedTuple):
+class _BlockGrid(NamedTuple):
     """Grid of the blocks of one parameter in a flat tensor."""
 
     start: int
@@ -139,42 +145,44 @@ class _Blocks(NamedTuple):
         return self.height * self.width
 
     @property
-    def number(self) -> int:
+    def num_blocks(self) -> int:
         return self.rows * self.columns // self.size
 
-    def components(self, flat: Tensor) -> Tensor:
+    def view_components(self, flat: Tensor) -> Tensor:
         """Returns a view of the components of each block, shape ``(num_blocks, size)``."""
-        return self._part(flat).view(self.number, self.size)
+        return self._get_part(flat).view(self.num_blocks, self.size)
 
     def transform(self, flat: Tensor) -> Tensor:
         """Returns the components of each block, shape ``(num_blocks, size)``."""
-        down, across = self._transforms(flat)
-        return (down @ self._blocks(flat) @ across.T).reshape(self.number, self.size)
+        down, across = self._get_transforms(flat)
+        return (down @ self._view_blocks(flat) @ across.T).reshape(self.num_blocks, self.size)
 
-    def restore(self, components: Tensor, flat: Tensor) -> None:
+    def invert(self, components: Tensor, flat: Tensor) -> None:
         """Writes the inverse transform of components to ``flat``."""
-        down, across = self._transforms(flat)
-        blocks = self._blocks(flat)
-        blocks.copy_(down.T @ self._part(components).view(blocks.shape) @ across)
+        down, across = self._get_transforms(flat)
+        blocks = self._view_blocks(flat)
+        blocks.copy_(down.T @ self._get_part(components).view(blocks.shape) @ across)
 
-    def _part(self, flat: Tensor) -> Tensor:
+    def _get_part(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + self.rows * self.columns]
 
-    def _transforms(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        return _cosines(self.height, like.device, like.dtype), _cosines(self.width, like.device, like.dtype)
+    def _get_transforms(self, reference: Tensor) -> tuple[Tensor, Tensor]:
+        return _build_dct(self.height, reference.device, reference.dtype), _build_dct(
+            self.width, reference.device, reference.dtype
+        )
 
-    def _blocks(self, flat: Tensor) -> Tensor:
+    def _view_blocks(self, flat: Tensor) -> Tensor:
         high, wide = self.rows // self.height, self.columns // self.width
-        return self._part(flat).view(high, self.height, wide, self.width).transpose(1, 2)
+        return self._get_part(flat).view(high, self.height, wide, self.width).transpose(1, 2)
 
 
-def _divisor(number: int, most: int) -> int:
+def _find_divisor(number: int, limit: int) -> int:
     """Finds the largest divisor that is at most ``limit``."""
-    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
 
 
 @cache
-def _cosines(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _build_dct(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Builds the orthonormal discrete cosine transform of the second type, one component in each row."""
     numbers = torch.arange(size, dtype=torch.float64)
     waves = torch.cos(math.pi / size * torch.outer(numbers, numbers + 0.5)) * math.sqrt(2 / size)

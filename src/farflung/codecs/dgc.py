@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse
-from farflung.codecs.routed import take
+from farflung.codecs.base import SparseCodec
+from farflung.codecs.routed import gather_runs
 from farflung.codecs.selection import count_kept, find_largest
-from farflung.options import part_option, share_option, whole_option
-from farflung.types import CodecState, Payload, Placed, Seeds, TensorSpec
+from farflung.options import check_fraction, check_integer, check_share
+from farflung.types import CodecState, ParameterSpan, Payload, Seeds, TensorSpec
 
 __all__ = ["DGC"]
 
-STAGES = 5
+WARMUP_STAGES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class DGC(Sparse):
+class DGC(SparseCodec):
     r"""Codec that accumulates momentum on each replica and sends its largest accumulated entries.
 
     .. math::
@@ -58,12 +58,12 @@ class DGC(Sparse):
     nesterov: bool = False
     warmup_steps: int = 500
 
-    stateless: ClassVar[bool] = False
+    is_stateless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        part_option("dgc", "density", self.density)
-        share_option("dgc", "momentum", self.momentum)
-        whole_option("dgc", "warmup_steps", self.warmup_steps, 0)
+        check_fraction("dgc", "density", self.density)
+        check_share("dgc", "momentum", self.momentum)
+        check_integer("dgc", "warmup_steps", self.warmup_steps, 0)
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -72,8 +72,8 @@ class DGC(Sparse):
         Raises:
           Unsupported: The tensor is not floating, or has more entries than int32 indices allow.
         """
-        Sparse.init(self, spec, seeds)
-        parts = spec.parts or (Placed((spec.numel, 1), 0),)
+        SparseCodec.init(self, spec, seeds)
+        parts = spec.spans or (ParameterSpan((spec.numel, 1), 0),)
         zeros = torch.zeros(spec.numel, dtype=spec.dtype)
         return CodecState(
             {
@@ -83,11 +83,11 @@ class DGC(Sparse):
             {"velocity": zeros, "accumulated": zeros.clone()},
         )
 
-    def density_at(self, step: int) -> float:
+    def compute_density(self, step: int) -> float:
         """Returns the density of a step."""
         if step >= self.warmup_steps:
             return self.density
-        return float(self.density ** ((step * STAGES // self.warmup_steps + 1) / (STAGES + 1)))
+        return float(self.density ** ((step * WARMUP_STAGES // self.warmup_steps + 1) / (WARMUP_STAGES + 1)))
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
@@ -100,7 +100,7 @@ class DGC(Sparse):
         else:
             velocity = (velocity * self.momentum).add_(flat)
             accumulated = accumulated + velocity
-        density = self.density_at(step)
+        density = self.compute_density(step)
         indices = torch.cat(
             [
                 find_largest(accumulated[start : start + numel], count_kept(numel, density)).add_(start)
@@ -108,9 +108,9 @@ class DGC(Sparse):
             ]
             or [torch.empty(0, dtype=torch.int64, device=flat.device)]
         )
-        dense = take(accumulated, state.shared["dense"]).clone() if state.shared["dense"] else flat[:0]
+        dense = gather_runs(accumulated, state.shared["dense"]).clone() if state.shared["dense"] else flat[:0]
         payload = Payload((accumulated[indices], indices.to(torch.int32), dense))
-        payload = self.replace_large(state, payload, flat)
+        payload = self.densify_large(state, payload, flat)
         velocity.index_fill_(0, indices, 0.0)
         accumulated.index_fill_(0, indices, 0.0)
         for start, numel in state.shared["dense"]:
@@ -119,8 +119,8 @@ class DGC(Sparse):
         return payload, CodecState(state.shared, {"velocity": velocity, "accumulated": accumulated})
 
     @override
-    def add_entries(self, state: CodecState, sent: Sequence[Tensor], total: Tensor, alpha: float) -> None:
-        Sparse.add_entries(self, state, sent[:2], total, alpha)
+    def add_entries(self, state: CodecState, tensors: Sequence[Tensor], total: Tensor, alpha: float) -> None:
+        SparseCodec.add_entries(self, state, tensors[:2], total, alpha)
         runs = state.shared["dense"]
-        for (start, numel), part in zip(runs, sent[2].split([numel for _, numel in runs]), strict=True):
+        for (start, numel), part in zip(runs, tensors[2].split([numel for _, numel in runs]), strict=True):
             total.view(-1)[start : start + numel].add_(part, alpha=alpha)

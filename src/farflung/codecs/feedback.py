@@ -14,14 +14,14 @@ from farflung.codecs.base import (
     accumulate,
     check_codecs,
     check_floating,
-    nested_state,
-    summed_specs,
+    get_nested_state,
+    list_summed_specs,
     with_nested_state,
 )
 from farflung.codecs.topk import TopK
 from farflung.errors import ConfigError
-from farflung.options import part_option
-from farflung.trees import shares_memory
+from farflung.options import check_fraction
+from farflung.trees import has_shared_memory
 from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["ErrorFeedback", "error_feedback"]
@@ -53,13 +53,13 @@ class ErrorFeedback(BaseCodec):
     codec: Codec = field(default_factory=TopK)
     decay: float = 1.0
 
-    stateless: ClassVar[bool] = False
+    is_stateless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_codecs("error_feedback", self.codec)
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError("error_feedback around error_feedback keeps the same residual twice: use one")
-        part_option("error_feedback", "decay", self.decay)
+        check_fraction("error_feedback", "decay", self.decay)
         if getattr(self.codec, "expands", False):
             raise ConfigError(
                 "error_feedback around randomk makes its errors grow by n/k: use randomk(unbiased=False)"
@@ -73,17 +73,17 @@ class ErrorFeedback(BaseCodec):
           Unsupported: The tensor is not floating.
         """
         check_floating("error_feedback", spec)
-        return _state_of(torch.zeros(spec.shape, dtype=spec.dtype), self.codec.init(spec, seeds))
+        return _build_state(torch.zeros(spec.shape, dtype=spec.dtype), self.codec.init(spec, seeds))
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Encodes the sum of gradient and residual."""
         residual = grad.add(state.local["residual"].to(grad.device), alpha=self.decay)
-        payload, inner = self.codec.encode(nested_state(state, "codec"), residual, step=step, count=count)
-        if any(shares_memory(tensor, residual) for tensor in payload.tensors()):
+        payload, inner = self.codec.encode(get_nested_state(state, "codec"), residual, step=step, count=count)
+        if any(has_shared_memory(tensor, residual) for tensor in payload.iter_tensors()):
             residual = residual.clone()
         accumulate(self.codec, inner, payload, residual, step=step, count=count, alpha=-1.0)
-        return payload, _state_of(residual.nan_to_num_(0.0, 0.0, 0.0), inner)
+        return payload, _build_state(residual.nan_to_num_(0.0, 0.0, 0.0), inner)
 
     def flush(self, state: CodecState, grad: Tensor) -> tuple[Tensor, CodecState]:
         """Returns gradient plus residual, for a step sent unencoded, and a state with a zero residual."""
@@ -96,28 +96,28 @@ class ErrorFeedback(BaseCodec):
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        return self.codec.decode(nested_state(state, "codec"), payload, spec, step=step, count=count)
+        return self.codec.decode(get_nested_state(state, "codec"), payload, spec, step=step, count=count)
 
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        inner = nested_state(state, "codec")
+        inner = get_nested_state(state, "codec")
         accumulate(self.codec, inner, payload, total, step=step, count=count, alpha=alpha)
 
     @override
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
-        inner = self.codec.observe(nested_state(state, "codec"), aggregate, step=step)
+    def update_state(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+        inner = self.codec.update_state(get_nested_state(state, "codec"), aggregate, step=step)
         return with_nested_state(state, "codec", inner)
 
-    def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        return summed_specs(self.codec, spec)
+    def list_summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        return list_summed_specs(self.codec, spec)
 
     @override
-    def linear(self, state: CodecState) -> bool:
-        return self.codec.linear(nested_state(state, "codec"))
+    def is_linear(self, state: CodecState) -> bool:
+        return self.codec.is_linear(get_nested_state(state, "codec"))
 
 
-def _state_of(residual: Tensor, inner: CodecState) -> CodecState:
+def _build_state(residual: Tensor, inner: CodecState) -> CodecState:
     return with_nested_state(CodecState({}, {"residual": residual}), "codec", inner)
 
 

@@ -21,8 +21,8 @@ class Identity(BaseCodec):
     .. math:: C(g) = g
     """
 
-    unbiased: ClassVar[bool] = True
-    per_hop: ClassVar[bool] = True
+    is_unbiased: ClassVar[bool] = True
+    can_requantize: ClassVar[bool] = True
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -36,12 +36,12 @@ class Identity(BaseCodec):
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        (grad,) = payload.tensors()
+        (grad,) = payload.iter_tensors()
         return grad
 
-    def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def list_summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return (spec,)
 
     @override
-    def linear(self, state: CodecState) -> bool:
+    def is_linear(self, state: CodecState) -> bool:
         return True

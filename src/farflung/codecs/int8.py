@@ -9,9 +9,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs.base import BaseCodec, check_floating
-from farflung.codecs.blocks import bucket_norms
-from farflung.codecs.stochastic import from_levels, generator_on, to_levels
-from farflung.options import choice_option, whole_option
+from farflung.codecs.blocks import compute_bucket_norms
+from farflung.codecs.stochastic import create_device_generator, from_levels, to_levels
+from farflung.options import check_choice, check_integer
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["Int8"]
@@ -49,24 +49,24 @@ class Int8(BaseCodec):
     bucket_size: int = 4096
 
     def __post_init__(self) -> None:
-        choice_option("int8", "rounding", self.rounding, ("nearest", "stochastic"))
-        whole_option("int8", "bucket_size", self.bucket_size, 1)
+        check_choice("int8", "rounding", self.rounding, ("nearest", "stochastic"))
+        check_integer("int8", "bucket_size", self.bucket_size, 1)
 
     @property
     @override
-    def unbiased(self) -> bool:
+    def is_unbiased(self) -> bool:
         return self.rounding == "stochastic"
 
     @property
     @override
-    def stateless(self) -> bool:
+    def is_stateless(self) -> bool:
         """Returns True for rounding to the nearest."""
         return self.rounding == "nearest"
 
     @property
     @override
-    def per_hop(self) -> bool:
-        return self.stateless
+    def can_requantize(self) -> bool:
+        return self.is_stateless
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -76,19 +76,23 @@ class Int8(BaseCodec):
           Unsupported: The tensor is not floating.
         """
         check_floating("int8", spec)
-        return CodecState() if self.stateless else CodecState(local={"seed": seeds.own})
+        return CodecState() if self.is_stateless else CodecState(local={"seed": seeds.local})
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Returns a uint8 tensor with the same number of elements, and the scale of each bucket."""
         flat = grad.reshape(-1)
-        noise = None if self.stateless else generator_on(flat.device, state.local["seed"], step, count)
-        scales = bucket_norms(flat, self.bucket_size, "max")
+        noise = (
+            None
+            if self.is_stateless
+            else create_device_generator(flat.device, state.local["seed"], step, count)
+        )
+        scales = compute_bucket_norms(flat, self.bucket_size, "max")
         return Payload((to_levels(flat, scales, LEVELS, self.bucket_size, noise), scales)), state
 
     @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        codes, scales = payload.tensors()
+        codes, scales = payload.iter_tensors()
         return from_levels(codes, scales, LEVELS, self.bucket_size, spec.dtype).view(spec.shape)

@@ -10,16 +10,16 @@ from typing_extensions import override
 
 from farflung.codecs.base import BaseCodec, check_floating
 from farflung.codecs.bits import pack, unpack
-from farflung.codecs.blocks import bucket_norms
-from farflung.codecs.stochastic import from_levels, generator_on, to_levels
+from farflung.codecs.blocks import compute_bucket_norms
+from farflung.codecs.stochastic import create_device_generator, from_levels, to_levels
 from farflung.errors import ConfigError
-from farflung.options import choice_option, whole_option
+from farflung.options import check_choice, check_integer
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
-__all__ = ["QSGD", "quantization"]
+__all__ = ["QSGD", "resolve_levels"]
 
 
-def quantization(name: str, bits: int | None, levels: int | None) -> tuple[int, int]:
+def resolve_levels(name: str, bits: int | None, levels: int | None) -> tuple[int, int]:
     """Returns the bits of each number and the levels on either side of zero; 4 bits if neither is set.
 
     Raises:
@@ -28,10 +28,10 @@ def quantization(name: str, bits: int | None, levels: int | None) -> tuple[int, 
     if bits is not None and levels is not None:
         raise ConfigError(f"{name}: give bits or levels, not both")
     if levels is not None:
-        whole_option(name, "levels", levels, 1, 127)
+        check_integer(name, "levels", levels, 1, 127)
         return (2 * levels).bit_length(), levels
     bits = 4 if bits is None else bits
-    whole_option(name, "bits", bits, 2, 8)
+    check_integer(name, "bits", bits, 2, 8)
     return bits, 2 ** (bits - 1) - 1
 
 
@@ -69,13 +69,13 @@ class QSGD(BaseCodec):
     bucket_size: int = 512
     norm: Literal["max", "l2"] = "max"
 
-    unbiased: ClassVar[bool] = True
-    stateless: ClassVar[bool] = False
+    is_unbiased: ClassVar[bool] = True
+    is_stateless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        quantization("qsgd", self.bits, self.levels)
-        whole_option("qsgd", "bucket_size", self.bucket_size, 1)
-        choice_option("qsgd", "norm", self.norm, ("max", "l2"))
+        resolve_levels("qsgd", self.bits, self.levels)
+        check_integer("qsgd", "bucket_size", self.bucket_size, 1)
+        check_choice("qsgd", "norm", self.norm, ("max", "l2"))
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -85,22 +85,22 @@ class QSGD(BaseCodec):
           Unsupported: The tensor is not floating.
         """
         check_floating("qsgd", spec)
-        return CodecState(local={"seed": seeds.own})
+        return CodecState(local={"seed": seeds.local})
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Returns packed levels, and one norm for each bucket."""
-        bits, levels = quantization("qsgd", self.bits, self.levels)
+        bits, levels = resolve_levels("qsgd", self.bits, self.levels)
         flat = grad.reshape(-1)
-        norms = bucket_norms(flat, self.bucket_size, self.norm)
-        noise = generator_on(flat.device, state.local["seed"], step, count)
+        norms = compute_bucket_norms(flat, self.bucket_size, self.norm)
+        noise = create_device_generator(flat.device, state.local["seed"], step, count)
         return Payload((pack(to_levels(flat, norms, levels, self.bucket_size, noise), bits), norms)), state
 
     @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        bits, levels = quantization("qsgd", self.bits, self.levels)
-        packed, norms = payload.tensors()
+        bits, levels = resolve_levels("qsgd", self.bits, self.levels)
+        packed, norms = payload.iter_tensors()
         codes = unpack(packed, bits, spec.numel)
         return from_levels(codes, norms, levels, self.bucket_size, spec.dtype).view(spec.shape)

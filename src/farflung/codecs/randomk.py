@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse
+from farflung.codecs.base import SparseCodec
 from farflung.codecs.selection import count_kept
-from farflung.options import part_option
-from farflung.seeding import derive
+from farflung.options import check_fraction
+from farflung.seeding import derive_seed
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
 __all__ = ["RandomK"]
 
 
 @dataclass(frozen=True, slots=True)
-class RandomK(Sparse):
+class RandomK(SparseCodec):
     r"""Codec that sends a random ``density`` fraction of the entries, chosen by a shared seed.
 
     .. math:: [C(g)]_i = \frac{n}{k}\, g_i \text{ if } i \in S_t, \text{ else } 0
@@ -46,17 +46,17 @@ class RandomK(Sparse):
     """
 
     density: float = 0.01
-    unbiased: bool = True
+    is_unbiased: bool = True
 
-    stateless: ClassVar[bool] = False
+    is_stateless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        part_option("randomk", "density", self.density)
+        check_fraction("randomk", "density", self.density)
 
     @property
-    def expands(self) -> bool:
+    def is_expansive(self) -> bool:
         """Returns True if entries are sent enlarged, so that errors would grow by n/k with error feedback."""
-        return self.unbiased and self.density < 1
+        return self.is_unbiased and self.density < 1
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -65,15 +65,15 @@ class RandomK(Sparse):
         Raises:
           Unsupported: The tensor is not floating, or has more entries than int32 indices allow.
         """
-        Sparse.init(self, spec, seeds)
+        SparseCodec.init(self, spec, seeds)
         return CodecState(shared={"seed": seeds.shared})
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         flat = grad.reshape(-1)
-        indices = self._indices(state, flat.numel(), step, flat.device)
+        indices = self._draw_indices(state, flat.numel(), step, flat.device)
         values = flat[indices]
-        if self.unbiased and len(indices):
+        if self.is_unbiased and len(indices):
             values.mul_(flat.numel() / len(indices))
         return Payload((values,)), state
 
@@ -81,19 +81,19 @@ class RandomK(Sparse):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        (values,) = payload.tensors()
-        indices = self._indices(state, total.numel(), step, values.device)
+        (values,) = payload.iter_tensors()
+        indices = self._draw_indices(state, total.numel(), step, values.device)
         total.view(-1).index_add_(0, indices, values, alpha=alpha)
 
-    def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def list_summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return (TensorSpec((count_kept(spec.numel, self.density),), spec.dtype),)
 
     @override
-    def linear(self, state: CodecState) -> bool:
+    def is_linear(self, state: CodecState) -> bool:
         return True
 
-    def _indices(self, state: CodecState, numel: int, step: int, device: torch.device) -> Tensor:
-        rng = random.Random(derive(state.shared["seed"], step))
+    def _draw_indices(self, state: CodecState, numel: int, step: int, device: torch.device) -> Tensor:
+        rng = random.Random(derive_seed(state.shared["seed"], step))
         first = rng.randrange(max(numel, 1))
         stride = 1
         while numel > 2:  # a stride coprime to n, so that no entry is drawn twice

@@ -13,20 +13,29 @@ from typing_extensions import override
 from farflung.codecs.base import (
     BaseCodec,
     check_codecs,
-    nested_state,
-    summed_specs,
+    get_nested_state,
+    list_summed_specs,
     with_nested_state,
 )
 from farflung.codecs.identity import Identity
 from farflung.codecs.int8 import Int8
-from farflung.options import whole_option
-from farflung.seeding import derive
-from farflung.types import Codec, CodecState, Payload, Placed, Seeds, TensorSpec
+from farflung.options import check_integer
+from farflung.seeding import derive_seed
+from farflung.types import Codec, CodecState, ParameterSpan, Payload, Seeds, TensorSpec
 
-__all__ = ["ByRole", "BySize", "Route", "Routed", "by_role", "by_size", "join", "take"]
+__all__ = [
+    "ByRole",
+    "BySize",
+    "CodecRoute",
+    "RoutedCodec",
+    "by_role",
+    "by_size",
+    "gather_runs",
+    "scatter_runs",
+]
 
 
-class Route(NamedTuple):
+class CodecRoute(NamedTuple):
     """Part of a bucket that one codec encodes."""
 
     name: str
@@ -36,7 +45,7 @@ class Route(NamedTuple):
     """First element and length of each run of elements of this route."""
 
 
-class Routed(BaseCodec):
+class RoutedCodec(BaseCodec):
     """Base of :class:`BySize` and :class:`ByRole`: codecs by name, and a state with the codec of each part.
 
     A codec reducer reduces each route separately, so dense routes are summed by the collective while others are
@@ -46,7 +55,7 @@ class Routed(BaseCodec):
 
     __slots__ = ()
 
-    stateless: ClassVar[bool] = False
+    is_stateless: ClassVar[bool] = False
 
     @property
     def codecs(self) -> Mapping[str, Codec]:
@@ -59,15 +68,17 @@ class Routed(BaseCodec):
 
     @property
     @override
-    def unbiased(self) -> bool:
-        return all(codec.unbiased for codec in self.codecs.values())
+    def is_unbiased(self) -> bool:
+        return all(codec.is_unbiased for codec in self.codecs.values())
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """Returns the runs of elements of each route, and the state of its codec."""
         parts = self.split_spec(spec)
         state = CodecState({"runs": {name: runs for name, (_, runs) in parts.items()}})
-        route_seeds = {name: Seeds(derive(seeds.shared, name), derive(seeds.own, name)) for name in parts}
+        route_seeds = {
+            name: Seeds(derive_seed(seeds.shared, name), derive_seed(seeds.local, name)) for name in parts
+        }
         states = {name: self.codecs[name].init(part, route_seeds[name]) for name, (part, _) in parts.items()}
         return self.with_states(state, states)
 
@@ -75,8 +86,8 @@ class Routed(BaseCodec):
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Encodes each route separately."""
         payloads, states = [], {}
-        for route in self.routes(state):
-            part = take(grad.reshape(-1), route.runs)
+        for route in self.list_routes(state):
+            part = gather_runs(grad.reshape(-1), route.runs)
             payload, states[route.name] = route.codec.encode(route.state, part, step=step, count=count)
             payloads.append(payload)
         return Payload(tuple(payloads)), self.with_states(state, states)
@@ -86,38 +97,40 @@ class Routed(BaseCodec):
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
         """Decodes each route into its place."""
-        flat = torch.empty(spec.numel, dtype=spec.dtype, device=next(payload.tensors()).device)
-        for route, part in zip(self.routes(state), payload.parts, strict=True):
+        flat = torch.empty(spec.numel, dtype=spec.dtype, device=next(payload.iter_tensors()).device)
+        for route, part in zip(self.list_routes(state), payload.parts, strict=True):
             assert isinstance(part, Payload)
             dense = TensorSpec((sum(length for _, length in route.runs),), spec.dtype)
             decoded = route.codec.decode(route.state, part, dense, step=step, count=count)
             if dense.numel == spec.numel:
                 return decoded.view(spec.shape)
-            join(flat, route.runs, decoded)
+            scatter_runs(flat, route.runs, decoded)
         return flat.view(spec.shape)
 
     @override
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+    def update_state(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
         flat = aggregate.reshape(-1)
         states = {
-            route.name: route.codec.observe(route.state, take(flat, route.runs), step=step)
-            for route in self.routes(state)
+            route.name: route.codec.update_state(route.state, gather_runs(flat, route.runs), step=step)
+            for route in self.list_routes(state)
         }
         return self.with_states(state, states)
 
-    def summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def list_summed_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """Returns the specs of all routes if every codec has some."""
-        parts = [summed_specs(self.codecs[name], part) for name, (part, _) in self.split_spec(spec).items()]
+        parts = [
+            list_summed_specs(self.codecs[name], part) for name, (part, _) in self.split_spec(spec).items()
+        ]
         return tuple(summed for part in parts for summed in part) if all(parts) else ()
 
     @override
-    def linear(self, state: CodecState) -> bool:
-        return all(route.codec.linear(route.state) for route in self.routes(state))
+    def is_linear(self, state: CodecState) -> bool:
+        return all(route.codec.is_linear(route.state) for route in self.list_routes(state))
 
-    def routes(self, state: CodecState) -> list[Route]:
+    def list_routes(self, state: CodecState) -> list[CodecRoute]:
         """Lists the routes in use, in the order of their payloads."""
         return [
-            Route(name, self.codecs[name], nested_state(state, name), runs)
+            CodecRoute(name, self.codecs[name], get_nested_state(state, name), runs)
             for name, runs in sorted(state.shared["runs"].items())
         ]
 
@@ -128,13 +141,13 @@ class Routed(BaseCodec):
         return state
 
 
-def take(flat: Tensor, runs: Sequence[Sequence[int]]) -> Tensor:
+def gather_runs(flat: Tensor, runs: Sequence[Sequence[int]]) -> Tensor:
     """Returns the elements of the runs of a flat tensor; a view if there is one run."""
     pieces = [flat[start : start + length] for start, length in runs]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def join(flat: Tensor, runs: Sequence[Sequence[int]], part: Tensor) -> None:
+def scatter_runs(flat: Tensor, runs: Sequence[Sequence[int]], part: Tensor) -> None:
     """Writes back the elements that :func:`gather_runs` returned, unless they are a view."""
     if len(runs) == 1 and part.data_ptr() == flat[runs[0][0] :].data_ptr():
         return
@@ -145,7 +158,7 @@ def join(flat: Tensor, runs: Sequence[Sequence[int]], part: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class BySize(Routed):
+class BySize(RoutedCodec):
     """Codec that encodes a tensor of at least ``numel`` elements with one codec and a smaller one with another.
 
     Rounding a small tensor costs more accuracy than it saves bytes: Alistarh et al. 2017 leave tensors below 10,000
@@ -166,7 +179,7 @@ class BySize(Routed):
 
     def __post_init__(self) -> None:
         check_codecs("by_size", self.small, self.large)
-        whole_option("by_size", "numel", self.numel, 0)
+        check_integer("by_size", "numel", self.numel, 0)
 
     @property
     @override
@@ -185,7 +198,7 @@ def by_size(small: Codec | None = None, large: Codec | None = None, numel: int =
 
 
 @dataclass(frozen=True, slots=True)
-class ByRole(Routed):
+class ByRole(RoutedCodec):
     """Codec that encodes convolution weights with one codec and matrices with another, and sends all else dense.
 
     The role follows from the dimensions: three or more are a convolution weight, two a matrix, fewer a bias or a
@@ -216,15 +229,15 @@ class ByRole(Routed):
 
     @override
     def split_spec(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
-        parts: dict[str, list[Placed]] = {}
+        parts: dict[str, list[ParameterSpan]] = {}
         runs: dict[str, list[list[int]]] = {}
-        for part in spec.parts or (Placed(spec.shape, 0),):
+        for part in spec.spans or (ParameterSpan(spec.shape, 0),):
             role = ("dense", "dense", "other", "convolution")[min(len(part.shape), 3)]
             if isinstance(self.codecs[role], Identity):  # all dense parts form one route
                 role = "dense"
             role_runs = runs.setdefault(role, [])
             start = sum(length for _, length in role_runs)
-            parts.setdefault(role, []).append(Placed(part.shape, start))
+            parts.setdefault(role, []).append(ParameterSpan(part.shape, start))
             if role_runs and sum(role_runs[-1]) == part.start:
                 role_runs[-1][1] += part.numel
             else:

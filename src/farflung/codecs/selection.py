@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from farflung.codecs.blocks import blocks, scratch_for
+from farflung.codecs.blocks import allocate_scratch, iter_blocks
 
 __all__ = ["count_kept", "find_largest"]
 
-SAMPLED = 17
+SAMPLE_STRIDE = 17
 """Distance of entries in the sample; odd, so that it is not in step with rows of a power-of-two length."""
 SAMPLE_NUMEL = 1 << 16
 """Largest sample. Our choice: at a density of 1 % the threshold of the sample is off by a few percent."""
-WHOLE_NUMEL = 1 << 14
+EXACT_NUMEL = 1 << 14
 """Number of elements up to which a sample saves no time."""
-ROW = 32
+ROW_NUMEL = 32
 """Length of the rows whose maxima are tested first: at a density of 1 % three in four rows have no candidate."""
 
 
@@ -46,20 +46,20 @@ def find_largest(tensor: Tensor, k: int) -> Tensor:
     if k == 0 or k == tensor.numel():
         return torch.arange(k, device=tensor.device)
     if tensor.device.type != "cpu":
-        return _exactly(_magnitudes(tensor), k)
-    if tensor.numel() > WHOLE_NUMEL:
-        candidates = _reaching(tensor, _guess(tensor, k), k)
+        return _select_largest(_compute_magnitudes(tensor), k)
+    if tensor.numel() > EXACT_NUMEL:
+        candidates = _find_candidates(tensor, _guess_threshold(tensor, k), k)
         if len(candidates) >= k:
-            return candidates[_exactly(_magnitudes(tensor[candidates]), k)]
-    return _exactly(_magnitudes(tensor), k)
+            return candidates[_select_largest(_compute_magnitudes(tensor[candidates]), k)]
+    return _select_largest(_compute_magnitudes(tensor), k)
 
 
-def _magnitudes(tensor: Tensor) -> Tensor:
+def _compute_magnitudes(tensor: Tensor) -> Tensor:
     wide = tensor.abs() if tensor.dtype in (torch.float32, torch.float64) else tensor.float().abs_()
     return wide.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
-def _exactly(magnitudes: Tensor, k: int) -> Tensor:
+def _select_largest(magnitudes: Tensor, k: int) -> Tensor:
     """Returns the indices of the k largest, ascending, the first among equal ones."""
     numel = magnitudes.numel()
     if magnitudes.device.type == "cpu":
@@ -78,32 +78,34 @@ def _exactly(magnitudes: Tensor, k: int) -> Tensor:
     return indices.scatter_(0, places, torch.arange(numel, device=magnitudes.device))[:k]
 
 
-def _guess(tensor: Tensor, k: int) -> Tensor:
+def _guess_threshold(tensor: Tensor, k: int) -> Tensor:
     """Guesses a threshold that slightly more than k entries reach, from evenly spaced entries."""
-    sample = _magnitudes(tensor[:: max(SAMPLED, tensor.numel() // SAMPLE_NUMEL | 1)])
+    sample = _compute_magnitudes(tensor[:: max(SAMPLE_STRIDE, tensor.numel() // SAMPLE_NUMEL | 1)])
     expected = k * len(sample) / tensor.numel()
     rank = min(len(sample), math.ceil(expected + 4 * math.sqrt(expected) + 4))
     guess = sample.kthvalue(len(sample) - rank + 1).values
     return guess.clamp_min(torch.finfo(guess.dtype).smallest_normal)
 
 
-def _reaching(tensor: Tensor, threshold: Tensor, k: int) -> Tensor:
+def _find_candidates(tensor: Tensor, threshold: Tensor, k: int) -> Tensor:
     """Finds the indices of entries that reach a threshold, ascending, on a CPU; expects about k."""
-    if 2 * ROW * k > tensor.numel():  # most rows have a candidate
-        return _not_below(tensor.abs(), threshold)
-    whole_numel = tensor.numel() // ROW * ROW
-    highest = tensor.new_empty(whole_numel // ROW)
-    scratch = scratch_for(tensor[:whole_numel], ROW, tensor.dtype)
-    for start, stop in blocks(tensor[:whole_numel], ROW):
+    if 2 * ROW_NUMEL * k > tensor.numel():  # most rows have a candidate
+        return _find_reaching(tensor.abs(), threshold)
+    whole_numel = tensor.numel() // ROW_NUMEL * ROW_NUMEL
+    highest = tensor.new_empty(whole_numel // ROW_NUMEL)
+    scratch = allocate_scratch(tensor[:whole_numel], ROW_NUMEL, tensor.dtype)
+    for start, stop in iter_blocks(tensor[:whole_numel], ROW_NUMEL):
         piece = torch.abs(tensor[start:stop], out=scratch[: stop - start])
-        torch.amax(piece.view(-1, ROW), 1, out=highest[start // ROW : stop // ROW])
-    rows = _not_below(highest, threshold)
-    inside = _not_below(tensor[:whole_numel].view(-1, ROW).index_select(0, rows).abs_().view(-1), threshold)
-    row_entries = rows[inside // ROW].mul_(ROW).add_(inside % ROW)
-    tail_entries = _not_below(tensor[whole_numel:].abs(), threshold).add_(whole_numel)
+        torch.amax(piece.view(-1, ROW_NUMEL), 1, out=highest[start // ROW_NUMEL : stop // ROW_NUMEL])
+    rows = _find_reaching(highest, threshold)
+    inside = _find_reaching(
+        tensor[:whole_numel].view(-1, ROW_NUMEL).index_select(0, rows).abs_().view(-1), threshold
+    )
+    row_entries = rows[inside // ROW_NUMEL].mul_(ROW_NUMEL).add_(inside % ROW_NUMEL)
+    tail_entries = _find_reaching(tensor[whole_numel:].abs(), threshold).add_(whole_numel)
     return torch.cat((row_entries, tail_entries))
 
 
-def _not_below(magnitudes: Tensor, threshold: Tensor) -> Tensor:
+def _find_reaching(magnitudes: Tensor, threshold: Tensor) -> Tensor:
     """Finds the indices of magnitudes that reach a threshold or are NaN."""
     return (magnitudes < threshold).logical_not_().nonzero().view(-1)

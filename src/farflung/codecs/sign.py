@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from farflung.codecs.base import BaseCodec
 from farflung.codecs.bits import pack, unpack
-from farflung.codecs.blocks import bucket_norms
+from farflung.codecs.blocks import compute_bucket_norms
 from farflung.codecs.stochastic import from_levels
-from farflung.options import whole_option
+from farflung.options import check_integer
 from farflung.types import CodecState, Payload, TensorSpec
 
 __all__ = ["Sign"]
@@ -42,21 +42,21 @@ class Sign(BaseCodec):
 
     def __post_init__(self) -> None:
         if self.bucket_size is not None:
-            whole_option("sign", "bucket_size", self.bucket_size, 1)
+            check_integer("sign", "bucket_size", self.bucket_size, 1)
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
         """Returns eight signs in a byte, and the mean magnitude of each bucket."""
         flat = grad.reshape(-1)
         size = self.bucket_size or max(flat.numel(), 1)
-        means = bucket_norms(flat, size, "mean")
+        means = compute_bucket_norms(flat, size, "mean")
         return Payload((pack((flat >= 0).view(torch.uint8), 1), means)), state
 
     @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        packed, means = payload.tensors()
+        packed, means = payload.iter_tensors()
         signs = unpack(packed, 1, spec.numel).mul_(2)
         size = self.bucket_size or max(spec.numel, 1)
         return from_levels(signs, means, 1, size, spec.dtype).view(spec.shape)

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from farflung.codecs.blocks import blocks, scratch_for, working_dtype
-from farflung.seeding import derive
+from farflung.codecs.blocks import allocate_scratch, get_working_dtype, iter_blocks
+from farflung.seeding import derive_seed
 
-__all__ = ["from_levels", "generator_on", "to_levels"]
+__all__ = ["create_device_generator", "from_levels", "to_levels"]
 
 
-def generator_on(device: torch.device, seed: int, *labels: int | str) -> torch.Generator:
+def create_device_generator(device: torch.device, seed: int, *labels: int | str) -> torch.Generator:
     """Returns a generator on ``device``, seeded by :func:`farflung.seeding.derive_seed`."""
-    return torch.Generator(device).manual_seed(derive(seed, *labels))
+    return torch.Generator(device).manual_seed(derive_seed(seed, *labels))
 
 
 def to_levels(
@@ -39,14 +39,14 @@ def to_levels(
       :math:`l_i + s` as uint8.
     """
     codes = torch.empty(tensor.numel(), dtype=torch.uint8, device=tensor.device)
-    dtype = working_dtype(tensor.dtype)
+    dtype = get_working_dtype(tensor.dtype)
     # In an infinite bucket only infinities reach the outer levels; a bucket of zeros stays zero.
     divisors = torch.where(norms > 0, norms.clamp_max(torch.finfo(dtype).max), 1.0)
-    scratch = scratch_for(tensor, bucket_size, dtype)
+    scratch = allocate_scratch(tensor, bucket_size, dtype)
     noise = torch.empty_like(scratch)
-    for start, stop in blocks(tensor, bucket_size):
+    for start, stop in iter_blocks(tensor, bucket_size):
         x = scratch[: stop - start].copy_(tensor[start:stop])
-        _by_bucket(x, divisors[start // bucket_size :], bucket_size, torch.Tensor.div_)
+        _apply_to_buckets(x, divisors[start // bucket_size :], bucket_size, torch.Tensor.div_)
         x.mul_(levels)
         if generator is None:
             x.round_()
@@ -59,7 +59,7 @@ def to_levels(
 
 
 def from_levels(
-    found: Tensor, norms: Tensor, levels: int, bucket_size: int, dtype: torch.dtype, count: int = 1
+    codes: Tensor, norms: Tensor, levels: int, bucket_size: int, dtype: torch.dtype, count: int = 1
 ) -> Tensor:
     r"""Returns :math:`\|v\| l_i / s`, flat; no entry is finite in a bucket whose norm is infinite or NaN.
 
@@ -71,19 +71,19 @@ def from_levels(
       dtype: Dtype of the result.
       count: Number of codes summed.
     """
-    result = torch.empty(found.numel(), dtype=dtype, device=found.device)
+    result = torch.empty(codes.numel(), dtype=dtype, device=codes.device)
     steps = norms / levels
-    scratch = result if dtype == steps.dtype else scratch_for(found, bucket_size, steps.dtype)
-    for start, stop in blocks(found, bucket_size):
+    scratch = result if dtype == steps.dtype else allocate_scratch(codes, bucket_size, steps.dtype)
+    for start, stop in iter_blocks(codes, bucket_size):
         x = result[start:stop] if scratch is result else scratch[: stop - start]
-        x.copy_(found[start:stop]).sub_(levels * count)
-        _by_bucket(x, steps[start // bucket_size :], bucket_size, torch.Tensor.mul_)
+        x.copy_(codes[start:stop]).sub_(levels * count)
+        _apply_to_buckets(x, steps[start // bucket_size :], bucket_size, torch.Tensor.mul_)
         if scratch is not result:
             result[start:stop].copy_(x)
     return result
 
 
-def _by_bucket(
+def _apply_to_buckets(
     x: Tensor, factors: Tensor, bucket_size: int, apply: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
     """Applies the factor of each bucket to a flat piece, in place."""

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs.base import Sparse
+from farflung.codecs.base import SparseCodec
 from farflung.codecs.selection import count_kept, find_largest
-from farflung.options import part_option
+from farflung.options import check_fraction
 from farflung.types import CodecState, Payload
 
 __all__ = ["TopK"]
 
 
 @dataclass(frozen=True, slots=True)
-class TopK(Sparse):
+class TopK(SparseCodec):
     r"""Codec that keeps the ``density`` fraction of entries with the largest magnitude.
 
     .. math:: [C(g)]_i = g_i \text{ if } i \in \mathrm{top}_k(|g|), \text{ else } 0
@@ -41,7 +41,7 @@ class TopK(Sparse):
     density: float = 0.01
 
     def __post_init__(self) -> None:
-        part_option("topk", "density", self.density)
+        check_fraction("topk", "density", self.density)
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
@@ -49,4 +49,4 @@ class TopK(Sparse):
         flat = grad.reshape(-1)
         indices = find_largest(flat, count_kept(flat.numel(), self.density))
         payload = Payload((flat[indices], indices.to(torch.int32)))
-        return self.replace_large(state, payload, flat), state
+        return self.densify_large(state, payload, flat), state

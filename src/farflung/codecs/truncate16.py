@@ -30,7 +30,7 @@ class Truncate16(BaseCodec):
     References: Li et al. 2018 (Pipe-SGD), "truncation"; the bit width, and types other than float32, are our reading.
     """
 
-    per_hop: ClassVar[bool] = True
+    can_requantize: ClassVar[bool] = True
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
@@ -51,7 +51,7 @@ class Truncate16(BaseCodec):
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
-        (high,) = payload.tensors()
+        (high,) = payload.iter_tensors()
         wire_dtype = spec.dtype if _is_narrow(spec.dtype) else torch.bfloat16  # has exactly these bits
         return high.view(wire_dtype).to(spec.dtype).view(spec.shape)
 

@@ -16,36 +16,36 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from farflung.coded.messages import Fetch, Malformed, Multiply
+from farflung.coded.messages import Fetch, MalformedMessage, Multiply
 from farflung.errors import ConfigError
 
 __all__ = [
     "MAX_PIECES",
+    "BlockStore",
     "ColumnBlock",
+    "DataBlock",
     "Draft",
-    "HeldBlock",
-    "Holding",
     "RowBlock",
-    "bounds_of",
-    "column_sums",
-    "fit",
-    "piece_of",
-    "rows_at_once",
-    "widest",
+    "are_bounds_valid",
+    "compute_column_bounds",
+    "compute_max_width",
+    "compute_piece_bounds",
+    "count_chunk_rows",
+    "sum_column_blocks",
 ]
 
 MAX_PIECES = 1 << 12
 """Maximum number of pieces of a product."""
 _MAX_NBYTES = 1 << 31
 """Maximum size of a message."""
-_MAX_NAME = 200
+_MAX_NAME_LENGTH = 200
 Term: TypeAlias = tuple[int, float]
 """Term of a sum of blocks: the number of a block, and its weight."""
-CHUNK_NBYTES = 1 << 20
+MAX_CHUNK_NBYTES = 1 << 20
 """Maximum size of one answer to a fetch, as blocks may exceed the free memory."""
 
 
-def piece_of(length: int, pieces: int, piece: int) -> tuple[int, int]:
+def compute_piece_bounds(length: int, pieces: int, piece: int) -> tuple[int, int]:
     """Computes where a piece begins and ends.
 
     >>> [compute_piece_bounds(10, 4, piece) for piece in range(4)]
@@ -54,7 +54,7 @@ def piece_of(length: int, pieces: int, piece: int) -> tuple[int, int]:
     return piece * length // pieces, (piece + 1) * length // pieces
 
 
-def bounds_of(features: int, blocks: int) -> tuple[int, ...]:
+def compute_column_bounds(features: int, blocks: int) -> tuple[int, ...]:
     """Computes the bounds of column blocks, which have equal widths except for the last ones.
 
     >>> compute_column_bounds(7, 3)
@@ -64,7 +64,7 @@ def bounds_of(features: int, blocks: int) -> tuple[int, ...]:
     return tuple(min(features, block * width) for block in range(blocks + 1))
 
 
-def column_sums(rows: Tensor, weights: Sequence[float], bounds: Sequence[int]) -> Tensor:
+def sum_column_blocks(rows: Tensor, weights: Sequence[float], bounds: Sequence[int]) -> Tensor:
     """Sums weighted column blocks of some rows, transposed.
 
     Args:
@@ -75,7 +75,7 @@ def column_sums(rows: Tensor, weights: Sequence[float], bounds: Sequence[int]) -
     Returns:
       (width, rows), with the width of the widest weighted block; narrower ones are padded with zeros.
     """
-    total = torch.zeros(widest(weights, bounds), rows.shape[0], dtype=torch.float64)
+    total = torch.zeros(compute_max_width(weights, bounds), rows.shape[0], dtype=torch.float64)
     for k, weight in enumerate(weights):
         if weight:
             begin, end = bounds[k], bounds[k + 1]
@@ -104,14 +104,14 @@ class RowBlock(_Block):
     """A block of rows, in a single part with the number -1, (rows, features)."""
 
     @classmethod
-    def of(cls, data: Tensor) -> RowBlock:
+    def from_tensor(cls, data: Tensor) -> RowBlock:
         return cls(data.shape[1], {-1: data})
 
-    def operand_rows(self, task: Multiply) -> int | None:
+    def count_operand_rows(self, task: Multiply) -> int | None:
         """Returns the required rows of the operand; None if the block lacks data of the task."""
         return len(task.operand) if task.partitions else self.features
 
-    def samples(self, begin: int, end: int, task: Multiply) -> int:
+    def count_samples(self, begin: int, end: int, task: Multiply) -> int:
         """Computes the number of samples equivalent to the multiplied entries."""
         if not task.partitions:
             return len(self.parts[-1][begin:end])
@@ -128,21 +128,21 @@ class RowBlock(_Block):
         rows = min(len(data), len(task.operand))
         return data[:rows, begin:end].T @ task.operand[:rows]
 
-    def width(self, request: Fetch) -> int | None:
+    def get_width(self, request: Fetch) -> int | None:
         """Returns the width of the requested rows; None if the block has no such rows."""
         if request.partition >= 0:
             return None
         if not request.weights:
             return self.features
-        is_fitting = fit(request.weights, request.bounds, self.features)
-        return widest(request.weights, request.bounds) if is_fitting else None
+        is_fitting = are_bounds_valid(request.weights, request.bounds, self.features)
+        return compute_max_width(request.weights, request.bounds) if is_fitting else None
 
-    def give(self, request: Fetch) -> Tensor:
+    def read_rows(self, request: Fetch) -> Tensor:
         """Reads rows, or the transposed sums of their columns."""
         rows = self.parts[-1][request.begin : request.end]
-        return column_sums(rows, request.weights, request.bounds) if request.weights else rows
+        return sum_column_blocks(rows, request.weights, request.bounds) if request.weights else rows
 
-    def stretch(self, partition: int, begin: int, end: int) -> Tensor:
+    def slice_rows(self, partition: int, begin: int, end: int) -> Tensor:
         """Returns a view of some rows of a partition."""
         return self.parts[partition][begin:end]
 
@@ -150,12 +150,12 @@ class RowBlock(_Block):
 class ColumnBlock(_Block):
     """A block of columns, with a part of shape (width, rows) for each partition."""
 
-    def operand_rows(self, task: Multiply) -> int | None:
+    def count_operand_rows(self, task: Multiply) -> int | None:
         if not task.partitions or not self.parts.keys() >= set(task.partitions):
             return None
         return sum(self.parts[partition].shape[1] for partition in task.partitions)
 
-    def samples(self, begin: int, end: int, task: Multiply) -> int:
+    def count_samples(self, begin: int, end: int, task: Multiply) -> int:
         return -(-sum(self.parts[number][begin:end].numel() for number in task.partitions) // self.features)
 
     def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
@@ -170,18 +170,18 @@ class ColumnBlock(_Block):
             total += product
         return total
 
-    def width(self, request: Fetch) -> int | None:
+    def get_width(self, request: Fetch) -> int | None:
         part = self.parts.get(request.partition)
         return None if part is None else len(part)
 
-    def give(self, request: Fetch) -> Tensor:
-        return self.stretch(request.partition, request.begin, request.end).contiguous()
+    def read_rows(self, request: Fetch) -> Tensor:
+        return self.slice_rows(request.partition, request.begin, request.end).contiguous()
 
-    def stretch(self, partition: int, begin: int, end: int) -> Tensor:
+    def slice_rows(self, partition: int, begin: int, end: int) -> Tensor:
         return self.parts[partition][:, begin:end]
 
 
-HeldBlock: TypeAlias = RowBlock | ColumnBlock
+DataBlock: TypeAlias = RowBlock | ColumnBlock
 
 
 @dataclass(slots=True)
@@ -194,11 +194,13 @@ class Draft:
       fetched_nbytes: Number of bytes that other devices have sent for it.
     """
 
-    block: HeldBlock
+    block: DataBlock
     sums: dict[tuple[int, int], tuple[frozenset[Term], set[Term]]] = field(default_factory=dict)
     fetched_nbytes: int = 0
 
-    def missing(self, partition: int, begin: int, terms: frozenset[Term], into: Tensor) -> set[Term]:
+    def find_missing_terms(
+        self, partition: int, begin: int, terms: frozenset[Term], target: Tensor
+    ) -> set[Term]:
         """Returns the terms that have to be added to some rows.
 
         The content of a block does not depend on its terms. So complete rows stay, and incomplete ones start
@@ -212,13 +214,13 @@ class Draft:
         """
         previous_terms, missing = self.sums.get((partition, begin), (None, set(terms)))
         if previous_terms != terms and missing:
-            into.zero_()
+            target.zero_()
             missing = set(terms)
             self.sums[partition, begin] = terms, missing
         return missing
 
 
-class Holding:
+class BlockStore:
     """Data and blocks of a device, which outlast its connection to a coordinator.
 
     Args:
@@ -231,101 +233,101 @@ class Holding:
     """
 
     def __init__(self, partition: str = "", data: Tensor | None = None, labels: Tensor | None = None) -> None:
-        if not partition.isprintable() or len(partition) > _MAX_NAME:
+        if not partition.isprintable() or len(partition) > _MAX_NAME_LENGTH:
             raise ConfigError(
-                f"partition {partition[:_MAX_NAME]!r}: give it a name of at most {_MAX_NAME} printable characters"
+                f"partition {partition[:_MAX_NAME_LENGTH]!r}: give it a name of at most {_MAX_NAME_LENGTH} printable characters"
             )
         self.partition, self.data, self.labels = partition, data, labels
-        self.raw = -1
+        self.raw_number = -1
         """Block number of the device's own data."""
         self.run = ""
         """Run to which the block numbers belong."""
-        self.blocks: dict[int, HeldBlock] = {}
+        self.blocks: dict[int, DataBlock] = {}
         self.drafts: dict[int, Draft] = {}
         """Incomplete blocks, by number."""
 
     @property
-    def coded(self) -> tuple[int, ...]:
+    def coded_blocks(self) -> tuple[int, ...]:
         """Numbers of the blocks that the device has built."""
-        return tuple(sorted(self.blocks.keys() - {self.raw}))
+        return tuple(sorted(self.blocks.keys() - {self.raw_number}))
 
     @property
     def nbytes(self) -> int:
         drafts = (draft.block for draft in self.drafts.values())
         return sum(block.nbytes for block in (*self.blocks.values(), *drafts))
 
-    def settle(self, run: str, raw: int) -> None:
+    def bind_run(self, run: str, raw: int) -> None:
         """Sets the run and the block number of the own data; drops the blocks of another run."""
         if run != self.run:
             self.blocks.clear()
             self.drafts.clear()
-        self.blocks.pop(self.raw, None)
-        self.run, self.raw = run, raw
+        self.blocks.pop(self.raw_number, None)
+        self.run, self.raw_number = run, raw
         if self.data is not None and raw >= 0:
-            self.blocks[raw] = RowBlock.of(self.data)
+            self.blocks[raw] = RowBlock.from_tensor(self.data)
 
-    def keep(self, number: int, block: HeldBlock) -> None:
+    def store_block(self, number: int, block: DataBlock) -> None:
         """Stores a built block; parts of a block of columns are merged with those present."""
         old_block = self.blocks.get(number)
         if old_block is not None:
             block = replace(block, parts={**old_block.parts, **block.parts})
         self.blocks[number] = block
 
-    def drop(self, block: int) -> None:
+    def drop_block(self, block: int) -> None:
         """Removes a block that is no longer needed."""
-        if block != self.raw:
+        if block != self.raw_number:
             self.blocks.pop(block, None)
             self.drafts.pop(block, None)
 
-    def answering(self, task: Multiply) -> Mapping[int, HeldBlock]:
+    def select_blocks(self, task: Multiply) -> Mapping[int, DataBlock]:
         """Returns the stored blocks of a task that can be multiplied.
 
         Raises:
           MalformedMessage: the operand has the wrong size, or the product exceeds the largest message.
         """
         if task.operand.dim() != 2:
-            raise Malformed("an operand that is not a matrix")
+            raise MalformedMessage("an operand that is not a matrix")
         if task.length < 1 or not 1 <= task.pieces <= MAX_PIECES:
-            raise Malformed("a number of pieces out of range")
+            raise MalformedMessage("a number of pieces out of range")
         if 8 * task.operand.shape[1] * -(-task.length // task.pieces) > _MAX_NBYTES:
-            raise Malformed("a piece larger than any message")
+            raise MalformedMessage("a piece larger than any message")
         selected = {}
         for number in task.blocks:
             block = self.blocks.get(number)  # blocks may be dropped at any time
-            num_rows = None if block is None else block.operand_rows(task)
+            num_rows = None if block is None else block.count_operand_rows(task)
             if block is None or num_rows is None:
                 continue
             if task.operand.shape[0] != num_rows:
-                raise Malformed(f"an operand of {list(task.operand.shape)} for a block of {num_rows}")
+                raise MalformedMessage(f"an operand of {list(task.operand.shape)} for a block of {num_rows}")
             selected[number] = block
         return selected
 
-    def give(self, request: Fetch) -> Tensor:
+    def read_rows(self, request: Fetch) -> Tensor:
         """Reads rows that another device has requested.
 
         Raises:
           MalformedMessage: there is no such block or part, or the request exceeds one chunk.
         """
         block = self.blocks.get(request.block)
-        width = None if block is None else block.width(request)
+        width = None if block is None else block.get_width(request)
         if block is None or width is None or not 0 <= request.begin <= request.end:
-            raise Malformed("no such part of a block")
-        if request.end - request.begin > rows_at_once(width):
-            raise Malformed("more rows than are given at once")
-        return block.give(request)
+            raise MalformedMessage("no such part of a block")
+        if request.end - request.begin > count_chunk_rows(width):
+            raise MalformedMessage("more rows than are given at once")
+        return block.read_rows(request)
 
 
-def rows_at_once(width: int) -> int:
+def count_chunk_rows(width: int) -> int:
     """Computes the number of rows of a width that fit into one chunk."""
-    return max(1, CHUNK_NBYTES // (8 * max(1, width)))
+    return max(1, MAX_CHUNK_NBYTES // (8 * max(1, width)))
 
 
-def widest(weights: Sequence[float], bounds: Sequence[int]) -> int:
+def compute_max_width(weights: Sequence[float], bounds: Sequence[int]) -> int:
     """Computes the largest width of the column blocks with a weight."""
     return max((bounds[k + 1] - bounds[k] for k, weight in enumerate(weights) if weight), default=0)
 
 
-def fit(weights: Sequence[float], bounds: Sequence[int], features: int) -> bool:
+def are_bounds_valid(weights: Sequence[float], bounds: Sequence[int], features: int) -> bool:
     """Returns True if bounds divide the features into one column block per weight."""
     ascending = all(0 <= begin <= end for begin, end in itertools.pairwise(bounds))
     return len(bounds) == len(weights) + 1 and ascending and bounds[0] == 0 and bounds[-1] == features

@@ -14,30 +14,30 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from farflung.noise import uniform_row
-from farflung.seeding import derive
+from farflung.noise import draw_uniform_array
+from farflung.seeding import derive_seed
 
 __all__ = [
     "CODES",
     "MAX_CONDITION",
+    "MAX_LOSS_SETS",
     "MDS",
-    "MOST_SETS",
     "RLNC",
     "TOLERANCE",
     "Code",
     "Decoder",
     "Plan",
-    "cached_plan",
-    "combination",
-    "missing_ranks",
-    "normal_row",
-    "rank",
-    "redundancy",
+    "compute_rank",
+    "compute_rank_deficits",
+    "compute_redundancy",
+    "draw_normal_row",
+    "find_combination",
+    "get_plan",
 ]
 
-MOST_SETS = 33_000
+MAX_LOSS_SETS = 33_000
 """Maximum number of sets of losses to test: all pairs of 256 devices, for example."""
-_AT_ONCE = 4096
+_SET_BATCH_SIZE = 4096
 """Number of sets tested in one call."""
 TOLERANCE = 1e-6
 """Minimum share of a row's length outside a span for the row to add a dimension.
@@ -46,11 +46,11 @@ With a smaller share, a decoding matrix of both would have a condition above :da
 """
 MAX_CONDITION = 1 / TOLERANCE
 """Maximum condition of a decoding matrix; answers, accurate to 1e-16, decode to products accurate to 1e-10."""
-_PLANS = 512
+_PLAN_CACHE_SIZE = 512
 """Number of cached decoding plans; the sets of answers of one round recur in the next."""
-_EXACT = 1e-9
+_MAX_RESIDUAL = 1e-9
 """Allowed error of a combination, relative to the target's largest coefficient."""
-_ROUNDING = 1e-12
+_ROUNDING_ERROR = 1e-12
 """Error of a coefficient whose terms cancel, relative to these."""
 
 Index = TypeVar("Index", bound=Hashable)
@@ -63,7 +63,7 @@ class Code(Protocol):
     Raw blocks are rows of their own, the unit vectors, so every code is systematic.
     """
 
-    def row(self, index: int, partitions: int, seed: int) -> Tensor:
+    def draw_row(self, index: int, partitions: int, seed: int) -> Tensor:
         """Draws the coefficients of one coded block, as a pure function; never all zero.
 
         Args:
@@ -76,10 +76,10 @@ class Code(Protocol):
         """
 
 
-def normal_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Draws standard normal numbers from :func:`farflung.noise.uniform_row` (Box & Muller 1958)."""
-    radius = np.sqrt(-2 * np.log1p(-uniform_row(seed, *counters, 0)))
-    normal: npt.NDArray[np.float64] = radius * np.cos(2 * np.pi * uniform_row(seed, *counters, 1))
+def draw_normal_row(seed: int, *counters: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Draws standard normal numbers from :func:`farflung.noise.draw_uniform_array` (Box & Muller 1958)."""
+    radius = np.sqrt(-2 * np.log1p(-draw_uniform_array(seed, *counters, 0)))
+    normal: npt.NDArray[np.float64] = radius * np.cos(2 * np.pi * draw_uniform_array(seed, *counters, 1))
     return normal
 
 
@@ -90,8 +90,8 @@ class MDS:
     References: Lee et al. 2015 (arXiv 1512.02673), maximum distance separable codes.
     """
 
-    def row(self, index: int, partitions: int, seed: int) -> Tensor:
-        return torch.from_numpy(normal_row(derive(seed, "mds"), index, np.arange(partitions)))
+    def draw_row(self, index: int, partitions: int, seed: int) -> Tensor:
+        return torch.from_numpy(draw_normal_row(derive_seed(seed, "mds"), index, np.arange(partitions)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +112,22 @@ class RLNC:
     References: Lin et al. 2019 (arXiv 1910.10283) propose RLNC for the data. The distribution is ours.
     """
 
-    def row(self, index: int, partitions: int, seed: int) -> Tensor:
+    def draw_row(self, index: int, partitions: int, seed: int) -> Tensor:
         columns = np.arange(partitions)
         for attempt in itertools.count():
-            mask = _balanced(index, columns, derive(seed, "rlnc", "types"))
+            mask = _build_mask(index, columns, derive_seed(seed, "rlnc", "types"))
             if attempt:  # for one partition the balanced mask may be zero
-                mask = uniform_row(derive(seed, "rlnc", "mask", attempt), index, columns) < 0.5
+                mask = draw_uniform_array(derive_seed(seed, "rlnc", "mask", attempt), index, columns) < 0.5
             if mask.any():
                 break
-        values = normal_row(derive(seed, "rlnc", "values", attempt), index, columns)
+        values = draw_normal_row(derive_seed(seed, "rlnc", "values", attempt), index, columns)
         return torch.from_numpy(np.where(mask, values, 0.0))
 
 
-def _balanced(index: int, columns: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.bool_]:
+def _build_mask(index: int, columns: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.bool_]:
     """Returns the mask of a row. A column's type is two bits, one for each pair of the group of rows."""
     group, pair, parity = index // 4, index // 2 % 2, index % 2
-    order = (8 * uniform_row(seed, group, columns // 4)).astype(np.int64)
+    order = (8 * draw_uniform_array(seed, group, columns // 4)).astype(np.int64)
     first = order % 4
     partner = first ^ np.where(order < 4, 1, 2)
     place = columns % 4
@@ -171,12 +171,12 @@ class _Span:
         return True
 
 
-def _unit(rows: Tensor) -> Tensor:
+def _normalize_rows(rows: Tensor) -> Tensor:
     """Scales rows to length 1, (..., K); zeros stay zeros."""
     return torch.nn.functional.normalize(rows, dim=-1, eps=torch.finfo(rows.dtype).tiny)
 
 
-def _split(rows: Mapping[Index, Tensor]) -> tuple[dict[int, Index], list[Index]]:
+def _split_rows(rows: Mapping[Index, Tensor]) -> tuple[dict[int, Index], list[Index]]:
     """Separates the first raw block of each partition from all other blocks."""
     raw: dict[int, Index] = {}
     coded: list[Index] = []
@@ -189,7 +189,7 @@ def _split(rows: Mapping[Index, Tensor]) -> tuple[dict[int, Index], list[Index]]
     return raw, coded
 
 
-def combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, float] | None:
+def find_combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, float] | None:
     """Finds blocks and coefficients whose sum is the block of a given row.
 
     Raw blocks contribute where they exist. For the other partitions, independent coded blocks are selected,
@@ -202,20 +202,20 @@ def combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, flo
     Returns:
       Nonzero coefficients, or ``None`` if the blocks do not span the target.
     """
-    raw, coded = _split(rows)
+    raw, coded = _split_rows(rows)
     non_raw = torch.tensor([k for k in range(len(target)) if k not in raw], dtype=torch.int64)
     span = _Span(len(non_raw))
     coded.sort(key=lambda index: int(rows[index].count_nonzero()))
     basis = [index for index in coded if span.add(rows[index][non_raw])]
     blocks = torch.stack([rows[index] for index in basis]) if basis else target.new_zeros(0, len(target))
     factors = target[non_raw] @ torch.linalg.pinv(blocks[:, non_raw], rtol=TOLERANCE)
-    factors[factors.abs() <= _ROUNDING * factors.abs().sum()] = 0
+    factors[factors.abs() <= _ROUNDING_ERROR * factors.abs().sum()] = 0
     terms = factors[:, None] * blocks
     residual = target - terms.sum(0)
-    residual[residual.abs() <= _ROUNDING * (target.abs() + terms.abs().sum(0))] = 0
+    residual[residual.abs() <= _ROUNDING_ERROR * (target.abs() + terms.abs().sum(0))] = 0
     norm_bound = float((factors.abs() * blocks.norm(dim=1)).sum())
     if (
-        float(residual[non_raw].abs().sum()) > _EXACT * float(target.abs().amax())
+        float(residual[non_raw].abs().sum()) > _MAX_RESIDUAL * float(target.abs().amax())
         or norm_bound * TOLERANCE > target.norm()
     ):
         return None
@@ -224,7 +224,7 @@ def combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, flo
     return {index: factor for index, factor in coefficients.items() if factor}
 
 
-def rank(matrix: Tensor) -> int:
+def compute_rank(matrix: Tensor) -> int:
     """Computes the rank of rows, (rows, partitions), as :class:`farflung.coded.Decoder` counts it."""
     span = _Span(matrix.shape[1])
     for row in matrix:
@@ -232,8 +232,8 @@ def rank(matrix: Tensor) -> int:
     return span.rank
 
 
-def redundancy(
-    matrix: Tensor, holders: Sequence[Hashable] | None = None, *, enough: int | None = None
+def compute_redundancy(
+    matrix: Tensor, holders: Sequence[Hashable] | None = None, *, max_losses: int | None = None
 ) -> int:
     """Computes the worst-case number of holders that may vanish so that the rest determines all partitions.
 
@@ -249,16 +249,16 @@ def redundancy(
       At least 0, or -1 if the rows as they are do not determine all partitions.
     """
     safe_losses = itertools.takewhile(
-        lambda missing: not missing, missing_ranks(matrix, holders, enough=enough)
+        lambda missing: not missing, compute_rank_deficits(matrix, holders, max_losses=max_losses)
     )
     return sum(1 for _ in safe_losses) - 1
 
 
-def missing_ranks(
+def compute_rank_deficits(
     matrix: Tensor,
     holders: Sequence[Hashable] | None = None,
     *,
-    enough: int | None = None,
+    max_losses: int | None = None,
 ) -> Iterator[int]:
     """Yields the missing rank after losses of no holder, one, two, and so on, summed over all sets.
 
@@ -271,17 +271,17 @@ def missing_ranks(
       max_losses: Maximum number of losses to test; ``None`` tests those of all holders.
     """
     holders = range(len(matrix)) if holders is None else holders
-    raw, coded = _split(dict(enumerate(matrix)))
+    raw, coded = _split_rows(dict(enumerate(matrix)))
     non_raw = [k for k in range(matrix.shape[1]) if k not in raw]
     raw_of: dict[Hashable, list[int]] = {holder: [] for holder in holders}
     for k, place in raw.items():
         raw_of[holders[place]].append(k)
     numbers = {holder: number for number, holder in enumerate(raw_of)}
     held_by = torch.tensor([numbers[holders[place]] for place in coded], dtype=torch.int64)
-    rows, num_sets = _unit(matrix[coded]), -1  # not counting the empty set
-    for losses in range(1 + (len(raw_of) if enough is None else min(enough, len(raw_of)))):
+    rows, num_sets = _normalize_rows(matrix[coded]), -1  # not counting the empty set
+    for losses in range(1 + (len(raw_of) if max_losses is None else min(max_losses, len(raw_of)))):
         num_sets += math.comb(len(raw_of), losses)
-        if num_sets > MOST_SETS:
+        if num_sets > MAX_LOSS_SETS:
             return
         # Sets share a tensor only if they lose equally many raw rows.
         by_width: dict[int, list[tuple[list[int], list[int]]]] = {}
@@ -290,13 +290,13 @@ def missing_ranks(
             lost = [numbers[holder] for holder in lost_holders]
             by_width.setdefault(len(columns), []).append((lost, columns))
         yield sum(
-            _missing(rows, held_by, sets[begin : begin + _AT_ONCE])
+            _sum_rank_deficits(rows, held_by, sets[begin : begin + _SET_BATCH_SIZE])
             for sets in by_width.values()
-            for begin in range(0, len(sets), _AT_ONCE)
+            for begin in range(0, len(sets), _SET_BATCH_SIZE)
         )
 
 
-def _missing(rows: Tensor, held_by: Tensor, sets: Sequence[tuple[list[int], list[int]]]) -> int:
+def _sum_rank_deficits(rows: Tensor, held_by: Tensor, sets: Sequence[tuple[list[int], list[int]]]) -> int:
     """Sums the missing ranks of the remaining holders' coded rows, in the columns that no raw row determines.
 
     Args:
@@ -329,23 +329,23 @@ class Plan(Generic[Index]):
     """
 
     def __init__(self, rows: Mapping[Index, Tensor]) -> None:
-        self.answers = tuple(rows)
+        self.indices = tuple(rows)
         """Identifiers of the blocks whose answers are used."""
-        self._raw, self._coded = _split(rows)
+        self._raw, self._coded = _split_rows(rows)
         self._coded.sort(key=lambda index: rows[index].tolist())
         matrix = torch.stack(list(rows.values()))
         self._partitions = matrix.shape[1]
-        self.missing = tuple(k for k in range(self._partitions) if k not in self._raw)
-        values = torch.linalg.svdvals(_unit(matrix))
+        self.missing_partitions = tuple(k for k in range(self._partitions) if k not in self._raw)
+        values = torch.linalg.svdvals(_normalize_rows(matrix))
         self.condition = float(values[0] / values[-1])
         """Condition of the matrix of all rows, each scaled to length 1; bounds the growth of errors."""
-        if self.missing:
+        if self.missing_partitions:
             by_row = torch.stack([rows[index] for index in self._coded])
-            self._lengths = by_row.norm(dim=1)
-            by_row = by_row / self._lengths[:, None]
-            self._used = [k for k in sorted(self._raw) if by_row[:, k].any()]
-            self._known = by_row[:, self._used]
-            self._q, self._r = torch.linalg.qr(by_row[:, list(self.missing)])
+            self._row_norms = by_row.norm(dim=1)
+            by_row = by_row / self._row_norms[:, None]
+            self._raw_partitions = [k for k in sorted(self._raw) if by_row[:, k].any()]
+            self._raw_coefficients = by_row[:, self._raw_partitions]
+            self._q, self._r = torch.linalg.qr(by_row[:, list(self.missing_partitions)])
 
     def apply(self, answers: Mapping[Index, Tensor]) -> list[Tensor]:
         """Solves for the K tensors that the answers combine, in the order of the partitions.
@@ -360,22 +360,24 @@ class Plan(Generic[Index]):
           Raw answers unchanged, and (b, c) for each missing partition.
         """
         solutions = {k: answers[index] for k, index in self._raw.items()}
-        if self.missing:
+        if self.missing_partitions:
             coded_answers = torch.stack([answers[index] for index in self._coded])
-            rhs = coded_answers.reshape(len(coded_answers), -1) / self._lengths[:, None]
-            if self._used:
-                raw_answers = coded_answers.new_zeros(len(self._used), *coded_answers.shape[1:])
-                for row, k in zip(raw_answers, self._used, strict=True):
+            rhs = coded_answers.reshape(len(coded_answers), -1) / self._row_norms[:, None]
+            if self._raw_partitions:
+                raw_answers = coded_answers.new_zeros(len(self._raw_partitions), *coded_answers.shape[1:])
+                for row, k in zip(raw_answers, self._raw_partitions, strict=True):
                     answer = answers[self._raw[k]]
                     row[: len(answer)] = answer
-                rhs -= self._known @ raw_answers.reshape(len(raw_answers), -1)
+                rhs -= self._raw_coefficients @ raw_answers.reshape(len(raw_answers), -1)
             solution = torch.linalg.solve_triangular(self._r, self._q.T @ rhs, upper=True)
-            solutions |= zip(self.missing, solution.reshape(-1, *coded_answers.shape[1:]), strict=True)
+            solutions |= zip(
+                self.missing_partitions, solution.reshape(-1, *coded_answers.shape[1:]), strict=True
+            )
         return [solutions[k] for k in range(self._partitions)]
 
 
-@lru_cache(_PLANS)
-def cached_plan(rows: tuple[tuple[Any, bytes], ...]) -> Plan[Any]:
+@lru_cache(_PLAN_CACHE_SIZE)
+def get_plan(rows: tuple[tuple[Any, bytes], ...]) -> Plan[Any]:
     """Returns the cached plan of rows, given as bytes in the order of their blocks."""
     return Plan({index: torch.frombuffer(bytearray(row), dtype=torch.float64) for index, row in rows})
 
@@ -411,19 +413,19 @@ class Decoder(Generic[Index]):
         self._rows[index] = row
         return self._span.add(row)
 
-    def plan(self) -> Plan[Index] | None:
+    def find_plan(self) -> Plan[Index] | None:
         """Returns a plan for the answers, with a condition of at most :data:`MAX_CONDITION`, if there is one.
 
         It uses the raw answers and the first coded ones that they need, or all if these are ill-conditioned.
         """
         if self.rank < self._partitions:
             return None
-        span, (raw, _) = _Span(self._partitions), _split(self._rows)
+        span, (raw, _) = _Span(self._partitions), _split_rows(self._rows)
         ordered_rows = {index: self._rows[index] for index in raw.values()} | self._rows
         minimal_rows = {index: row for index, row in ordered_rows.items() if span.add(row)}
         for rows in (minimal_rows, self._rows):
             if len(rows) >= self._partitions:
-                plan = cached_plan(tuple((key, rows[key].numpy().tobytes()) for key in sorted(rows)))  # type: ignore[type-var]
+                plan = get_plan(tuple((key, rows[key].numpy().tobytes()) for key in sorted(rows)))  # type: ignore[type-var]
                 if plan.condition <= MAX_CONDITION:
                     return plan
         return None

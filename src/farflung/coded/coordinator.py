@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from farflung.coded import messages
-from farflung.coded.blocks import MAX_PIECES, bounds_of
-from farflung.coded.codes import CODES, MOST_SETS
+from farflung.coded.blocks import MAX_PIECES, compute_column_bounds
+from farflung.coded.codes import CODES, MAX_LOSS_SETS
 from farflung.coded.device import Queue
 from farflung.coded.messages import (
     Built,
@@ -27,25 +27,25 @@ from farflung.coded.messages import (
     Hello,
     Leaving,
     Lost,
-    Malformed,
+    MalformedMessage,
     Meet,
     Multiply,
     Probe,
     Ready,
     Report,
     Welcome,
-    packed,
-    sent,
-    unpacked,
+    decode_message,
+    encode_message,
+    send_message,
 )
 from farflung.coded.placement import Placement
 from farflung.coded.record import Record
-from farflung.coded.registry import Block, Kind, Member, Partition, Placed, Registry
+from farflung.coded.registry import Block, BlockRegistry, DevicePartition, DeviceState, Kind, PlacedBlock
 from farflung.coded.rounds import Deadline, Round
-from farflung.comm.failure_detector import Progress
+from farflung.comm.failure_detector import ProgressTracker
 from farflung.errors import BadSamples, ConfigError, RunLost, WaitEnded
-from farflung.files import deciding
-from farflung.options import choice_option, number_option, whole_option
+from farflung.files import wrap_decision_errors
+from farflung.options import check_choice, check_integer, check_number
 from farflung.spec import build
 from farflung.tasks import Pending
 from farflung.types import Json, Payload, Runtime, Tag
@@ -55,12 +55,12 @@ __all__ = ["Coordinator", "Counters", "PartitionsChanged", "Settings"]
 T = TypeVar("T")
 
 _NAME = "coded training"
-_BACK_S = 10.0
+_REJOIN_WAIT_S = 10.0
 """Time for which a restarted coordinator waits for all devices, even if those present would suffice."""
-_LOOKS = 5.0
+_PROBE_FACTOR = 5.0
 """Time between two probes of devices that build blocks, in multiples of the shortest timeout."""
 _REPORTS: tuple[type[Report], ...] = (Hello, Ready, Built, Failed, Leaving, Probe)
-_OVERFLOW = "a product of the samples is not finite in float64: the features are too large: scale them"
+_OVERFLOW_TEXT = "a product of the samples is not finite in float64: the features are too large: scale them"
 _MAX_FEATURES = 1 << 28
 """Limit of columns: one column of weights for more would exceed the largest message."""
 
@@ -97,22 +97,22 @@ class Settings:
     transposed: Literal["columns", "repair"] = "columns"
     on_loss: Literal["wait", "go_on"] = "wait"
     patience_s: float = 300.0
-    least_s: float = 1.0
+    min_timeout_s: float = 1.0
 
     def __post_init__(self) -> None:
-        whole_option(_NAME, "partitions", self.partitions, 1)
-        whole_option(_NAME, "devices", self.devices, self.partitions)
-        whole_option(_NAME, "redundancy", self.redundancy, 0)
-        whole_option(_NAME, "pieces", self.pieces, 1, MAX_PIECES)
-        choice_option(_NAME, "on_loss", self.on_loss, ("wait", "go_on"))
-        choice_option(_NAME, "transposed", self.transposed, ("columns", "repair"))
-        number_option(_NAME, "patience_s", self.patience_s, 0.001)
-        number_option(_NAME, "least_s", self.least_s, 0.001)
+        check_integer(_NAME, "partitions", self.partitions, 1)
+        check_integer(_NAME, "devices", self.devices, self.partitions)
+        check_integer(_NAME, "redundancy", self.redundancy, 0)
+        check_integer(_NAME, "pieces", self.pieces, 1, MAX_PIECES)
+        check_choice(_NAME, "on_loss", self.on_loss, ("wait", "go_on"))
+        check_choice(_NAME, "transposed", self.transposed, ("columns", "repair"))
+        check_number(_NAME, "patience_s", self.patience_s, 0.001)
+        check_number(_NAME, "least_s", self.min_timeout_s, 0.001)
         max_losses = min(self.redundancy, self.devices)
         sets = accumulate(math.comb(self.devices, losses) for losses in range(1, max_losses + 1))
-        if any(num_sets > MOST_SETS for num_sets in sets):
+        if any(num_sets > MAX_LOSS_SETS for num_sets in sets):
             raise ConfigError(
-                f"{_NAME}: redundancy {self.redundancy}: with {self.devices} devices that is more than {MOST_SETS:,} "
+                f"{_NAME}: redundancy {self.redundancy}: with {self.devices} devices that is more than {MAX_LOSS_SETS:,} "
                 "sets of devices that may vanish, and no more are tried: lower it"
             )
 
@@ -138,8 +138,8 @@ class Counters:
     """
 
     rounds: int = 0
-    refused: int = 0
-    late: int = 0
+    num_refused: int = 0
+    num_late: int = 0
     silences: int = 0
 
 
@@ -156,49 +156,49 @@ class Coordinator:
     def __init__(
         self, runtime: Runtime, settings: Settings, *, run: str = "run", record: Record | None = None
     ) -> None:
-        saved = None if record is None else record.registry()
-        self.registry = saved or Registry()
+        saved = None if record is None else record.load_registry()
+        self.registry = saved or BlockRegistry()
         """State of members, partitions and blocks."""
-        self.changed = False
+        self.has_new_partitions = False
         """True if partitions have become trainable that are not trained on."""
         self.check_labels: Callable[[Tensor], str] = lambda labels: ""
         """Describes the error in the labels of a new partition; returns an empty string if there is none."""
         self.counters = Counters()
         self._runtime, self._comm, self._settings = runtime, runtime.comm, settings
-        self._run, self._record, self._began = run, record, runtime.now()
-        self._again = saved is not None
-        self._encoded = False
-        self._stirred = False
+        self._run, self._record, self._start_s = run, record, runtime.read_clock()
+        self._is_resumed = saved is not None
+        self._is_encoded = False
+        self._needs_dispatch = False
         """True if blocks may answer that devices have not been asked for yet."""
         code = build("code", settings.code, CODES)
         self._placement = Placement(code, settings.seed, settings.redundancy, settings.kinds)
-        self._probed = set[int]()
+        self._probed_ranks = set[int]()
         """Ranks that were probed and have not answered yet."""
-        self._to_meet = dict[int, tuple[int, int]]()
+        self._pending_meetings = dict[int, tuple[int, int]]()
         """Pairs of ranks that are about to connect, by meeting number; the first one prepares."""
-        self._meetings = 0
-        self._gone = set[int]()
+        self._num_meetings = 0
+        self._lost_ranks = set[int]()
         """Ranks whose earlier messages are ignored."""
-        self._refused = Counter[int]()
+        self._refusal_counts = Counter[int]()
         """Number of refused messages by sender."""
         self._rounds = dict[int, Round]()
-        self._progress: dict[int, Progress] = {}
+        self._device_progress: dict[int, ProgressTracker] = {}
         """Progress of each device, by its answers to probes."""
-        self._carried = Progress()
+        self._traffic_progress = ProgressTracker()
         """Progress of the bytes to and from devices."""
         self._deadlines: dict[Kind, Deadline] = {
-            kind: Deadline(settings.patience_s, settings.least_s) for kind in settings.kinds
+            kind: Deadline(settings.patience_s, settings.min_timeout_s) for kind in settings.kinds
         }
         self._events = Queue[Callable[[], None]]()
         """Event handlers."""
         self._progress_s = 0.0
         """Time of the last event that counts as progress."""
-        self._overdue = False
+        self._is_overdue = False
         """True once the deadline of the current rounds has passed."""
-        self._look_later()
+        self._schedule_probes()
         self._listen(messages.REPORT, None)
-        runtime.launch(self._take_in(self._comm.departure, self._lose))
-        runtime.launch(self._take_in(self._comm.arrival, self._expect))
+        runtime.launch(self._queue_events(self._comm.wait_for_leave, self._handle_loss))
+        runtime.launch(self._queue_events(self._comm.wait_for_join, self._handle_arrival))
 
     # --- a run ------------------------------------------------------------------------------------------------------
 
@@ -209,59 +209,60 @@ class Coordinator:
           RunLost: devices are missing for too long, or are lost before their data are encoded.
         """
         settings, registry = self._settings, self.registry
-        if self._encoded:
+        if self._is_encoded:
             return
-        self.tell("begins")
-        enough_at = self._runtime.now() + _BACK_S
-        if self._again:
+        self.record_event("begins")
+        enough_at = self._runtime.read_clock() + _REJOIN_WAIT_S
+        if self._is_resumed:
             self._call_at(enough_at, lambda: None)
 
         def count_partitions() -> int:
-            return sum(registry.raw(partition) is not None for partition in registry.partitions)
+            return sum(registry.find_raw_block(partition) is not None for partition in registry.partitions)
 
-        await self._until(
+        await self._process_events(
             lambda: (
-                (len(registry.members) >= settings.devices and count_partitions() >= settings.partitions)
-                or (self._again and self._runtime.now() >= enough_at and self._decodable())
+                (len(registry.devices) >= settings.devices and count_partitions() >= settings.partitions)
+                or (self._is_resumed and self._runtime.read_clock() >= enough_at and self._is_decodable())
             ),
             lambda: (
-                f"{len(registry.members)} of {settings.devices} devices and {count_partitions()} of "
+                f"{len(registry.devices)} of {settings.devices} devices and {count_partitions()} of "
                 f"{settings.partitions} partitions have come"
             ),
         )
-        self._encoded = True
-        if not registry.active:
+        self._is_encoded = True
+        if not registry.active_partitions:
             for partition in registry.partitions:
-                partition.active = registry.raw(partition) is not None
+                partition.is_active = registry.find_raw_block(partition) is not None
             if "columns" in settings.kinds:
-                registry.bounds = bounds_of(registry.features, len(registry.active))
-        self._repair()
-        await self._until(
-            lambda: not registry.making() and self._decodable(), lambda: self._in_need(settings.kinds[-1])
+                registry.bounds = compute_column_bounds(registry.features, len(registry.active_partitions))
+        self._repair_blocks()
+        await self._process_events(
+            lambda: not registry.list_pending_blocks() and self._is_decodable(),
+            lambda: self._describe_missing(settings.kinds[-1]),
         )
-        self.tell("encoded")
+        self.record_event("encoded")
 
-    def _decodable(self) -> bool:
-        return all(self.registry.decodable(kind) for kind in self._settings.kinds)
+    def _is_decodable(self) -> bool:
+        return all(self.registry.is_decodable(kind) for kind in self._settings.kinds)
 
-    def settle(self) -> list[Partition]:
+    def activate_partitions(self) -> list[DevicePartition]:
         """Activates all partitions that can be trained on, and returns the active ones."""
-        self.changed = False
+        self.has_new_partitions = False
         for partition in self.registry.partitions:
-            partition.active |= self.registry.trainable(partition, self._settings.kinds)
-        self._repair()
-        return self.registry.active
+            partition.is_active |= self.registry.is_trainable(partition, self._settings.kinds)
+        self._repair_blocks()
+        return self.registry.active_partitions
 
     @property
     def samples(self) -> int:
         """Number of rows that are trained on."""
-        return sum(partition.rows for partition in self.registry.active)
+        return sum(partition.rows for partition in self.registry.active_partitions)
 
     @property
     def features(self) -> int:
         return self.registry.features
 
-    async def times(self, weights: Tensor) -> Tensor:
+    async def multiply(self, weights: Tensor) -> Tensor:
         """Multiplies all samples by weights; see :class:`farflung.coded.Products`.
 
         Raises:
@@ -269,18 +270,20 @@ class Coordinator:
           PartitionsChanged: some data are lost for good, and training continues without them.
           RunLost: too few devices are left, and none has joined within the patience of the run.
         """
-        heights = [partition.rows for partition in self.registry.active]
-        return torch.cat((await self._carry(self._round("rows", weights, (), heights))).products)
+        heights = [partition.rows for partition in self.registry.active_partitions]
+        return torch.cat((await self._run_rounds(self._create_round("rows", weights, (), heights))).products)
 
-    async def transposed_times(self, residuals: Tensor) -> Tensor:
-        active, bounds = self.registry.active, self.registry.bounds
+    async def multiply_transposed(self, residuals: Tensor) -> Tensor:
+        active, bounds = self.registry.active_partitions, self.registry.bounds
         if self._settings.transposed == "repair":
-            return await self._by_repair(active, residuals)
+            return await self._multiply_by_repair(active, residuals)
         widths = [end - begin for begin, end in pairwise(bounds)]
         numbers = tuple(partition.number for partition in active)
-        return torch.cat((await self._carry(self._round("columns", residuals, numbers, widths))).products)
+        return torch.cat(
+            (await self._run_rounds(self._create_round("columns", residuals, numbers, widths))).products
+        )
 
-    async def _by_repair(self, active: Sequence[Partition], residuals: Tensor) -> Tensor:
+    async def _multiply_by_repair(self, active: Sequence[DevicePartition], residuals: Tensor) -> Tensor:
         """Multiplies each partition on its own device, or on all others if that device does not answer.
 
         Only rows are coded, so a coded answer is a sum over partitions with one operand. Of the decoded parts,
@@ -289,47 +292,52 @@ class Coordinator:
         features = self.registry.features
         parts = torch.split(residuals, [partition.rows for partition in active])
         own_rounds = {
-            partition.number: self._round("rows", part, (partition.number,), [features], [partition.number])
+            partition.number: self._create_round(
+                "rows", part, (partition.number,), [features], [partition.number]
+            )
             for partition, part in zip(active, parts, strict=True)
-            if self.registry.raw(partition) is not None
+            if self.registry.find_raw_block(partition) is not None
         }
         if own_rounds:
-            await self._carry(*own_rounds.values(), patiently=False)
+            await self._run_rounds(*own_rounds.values(), must_complete=False)
         total = torch.zeros(features, residuals.shape[1], dtype=torch.float64)
         for place, (partition, part) in enumerate(zip(active, parts, strict=True)):
             own_round = own_rounds.get(partition.number)
-            if own_round is not None and own_round.complete:
+            if own_round is not None and own_round.is_complete:
                 total += own_round.products[0]
                 continue
-            round = await self._carry(
-                self._round("rows", part, (partition.number,), [features] * len(active))
+            round = await self._run_rounds(
+                self._create_round("rows", part, (partition.number,), [features] * len(active))
             )
             total += round.products[place]
         return total
 
     async def end(self, reason: str = "") -> None:
         """Releases all devices."""
-        for sending in [self._send(rank, End(reason)) for rank in self.registry.members]:
+        for sending in [self._send(rank, End(reason)) for rank in self.registry.devices]:
             await sending
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the coordinator started, by the clock of its events."""
-        return self._runtime.now() - self._began
+        return self._runtime.read_clock() - self._start_s
 
-    def tell(self, event: str, **values: Json) -> None:
+    def record_event(self, event: str, **values: Json) -> None:
         """Records an event with the current redundancy."""
         if self._record is not None:
             redundancy: Json = (
-                [self.registry.redundancy(kind, self._settings.redundancy) for kind in self._settings.kinds]
-                if self._encoded
+                [
+                    self.registry.compute_redundancy(kind, self._settings.redundancy)
+                    for kind in self._settings.kinds
+                ]
+                if self._is_encoded
                 else None
             )
-            self._record.tell(event, t=self.elapsed_s, redundancy=redundancy, **values)
+            self._record.record_event(event, t=self.elapsed_s, redundancy=redundancy, **values)
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
-    def _round(
+    def _create_round(
         self,
         kind: Kind,
         operand: Tensor,
@@ -338,18 +346,18 @@ class Coordinator:
         unknowns: Sequence[int] | None = None,
     ) -> Round:
         if not bool(operand.isfinite().all()):
-            raise BadSamples(_OVERFLOW)
+            raise BadSamples(_OVERFLOW_TEXT)
         self.counters.rounds += 1
         number, replayed = self.counters.rounds, None
-        decision = self._runtime.decisions.replayed("answers", number, self._comm.rank)
+        decision = self._runtime.decisions.find_replayed("answers", number, self._comm.rank)
         if decision is not None:
-            with deciding(decision.name, decision.step):
+            with wrap_decision_errors(decision.name, decision.step):
                 sets: Any = decision.value
                 replayed = [frozenset(map(int, numbers)) for numbers in sets]
         return Round(
             number,
             kind,
-            self.registry.unknowns(kind) if unknowns is None else unknowns,
+            self.registry.list_unknowns(kind) if unknowns is None else unknowns,
             heights,
             operand.clone(),
             partitions,
@@ -357,121 +365,127 @@ class Coordinator:
             replayed,
         )
 
-    async def _carry(self, *rounds: Round, patiently: bool = True) -> Round:
+    async def _run_rounds(self, *rounds: Round, must_complete: bool = True) -> Round:
         """Runs rounds concurrently and returns the last of them.
 
         Args:
           rounds: Rounds of one kind.
           must_complete: True to wait for all pieces; False to stop at the learned deadline.
         """
-        kind, begin = rounds[0].kind, self._runtime.now()
+        kind, begin = rounds[0].kind, self._runtime.read_clock()
         self._rounds = {round.number: round for round in rounds}
-        self._overdue, self._stirred = False, True
+        self._is_overdue, self._needs_dispatch = False, True
         for number in self._rounds:
-            self._listen(messages.answers(number), number)
-        self._watch(kind)
+            self._listen(messages.build_answer_tag(number), number)
+        self._watch_deadline(kind)
 
         def is_hopeless() -> bool:
-            return any(round.is_hopeless(self.registry.heard) for round in rounds)
+            return any(round.is_hopeless(self.registry.responsive_ranks) for round in rounds)
 
         try:
-            await self._until(
+            await self._process_events(
                 lambda: (
-                    all(round.complete for round in rounds)
-                    or (self._overdue and not patiently)
+                    all(round.is_complete for round in rounds)
+                    or (self._is_overdue and not must_complete)
                     or is_hopeless()
                 ),
-                lambda: self._in_need(kind),
+                lambda: self._describe_missing(kind),
             )
             if is_hopeless():
-                raise BadSamples(_OVERFLOW)
+                raise BadSamples(_OVERFLOW_TEXT)
         finally:
             for number, round in self._rounds.items():
-                self._runtime.launch(self._forget(number))
-                self.counters.late += round.late
+                self._runtime.launch(self._forget_round(number))
+                self.counters.num_late += round.num_late
             self._rounds = {}
-        if not self._overdue:
-            self._deadlines[kind].learn(self._runtime.now() - begin)
+        if not self._is_overdue:
+            self._deadlines[kind].record_duration(self._runtime.read_clock() - begin)
         for round in rounds:
-            if round.complete:
-                self._runtime.decide_own("answers", round.number, round.decision)
+            if round.is_complete:
+                self._runtime.decide_locally("answers", round.number, round.list_decoding_blocks)
         return rounds[-1]
 
-    def _ask(self) -> None:
+    def _dispatch_tasks(self) -> None:
         """Sends tasks for all blocks that can answer and have not been asked for."""
         for round in self._rounds.values():
-            blocks = [block for block in self.registry.answering(round.kind) if round.serves(block)]
-            for rank, task in round.tasks(blocks, min(self._rounds)).items():
+            blocks = [
+                block for block in self.registry.list_product_blocks(round.kind) if round.can_use_block(block)
+            ]
+            for rank, task in round.build_tasks(blocks, min(self._rounds)).items():
                 self._send(rank, task)
 
-    def _watch(self, kind: Kind) -> None:
+    def _watch_deadline(self, kind: Kind) -> None:
         rounds = self._rounds
 
         def check_deadline() -> None:
             """Marks devices as silent that have answered nothing since the last deadline."""
             if rounds is self._rounds:
-                self._overdue = True
-                self._silence(set[int]().union(*(round.silent() for round in rounds.values())))
-                self._watch(kind)
+                self._is_overdue = True
+                self._mark_silent(
+                    set[int]().union(*(round.pop_silent_devices() for round in rounds.values()))
+                )
+                self._watch_deadline(kind)
 
-        self._call_at(self._runtime.now() + self._deadlines[kind].seconds, check_deadline)
+        self._call_at(self._runtime.read_clock() + self._deadlines[kind].timeout_s, check_deadline)
 
-    def _in_need(self, kind: Kind) -> str:
+    def _describe_missing(self, kind: Kind) -> str:
         registry = self.registry
-        silent_ranks = [rank for rank, member in registry.members.items() if member.silent]
-        lost_partitions = [partition for partition in registry.active if not registry.recoverable(partition)]
-        texts = [f"{len(registry.heard)} devices are heard of"]
+        silent_ranks = [rank for rank, member in registry.devices.items() if member.is_silent]
+        lost_partitions = [
+            partition for partition in registry.active_partitions if not registry.is_recoverable(partition)
+        ]
+        texts = [f"{len(registry.responsive_ranks)} devices are heard of"]
         if silent_ranks:
             texts.append(f"silent: rank {', '.join(map(str, sorted(silent_ranks)))}")
         if lost_partitions:
             texts.append(
                 f"lost with their devices: {', '.join(item.name or str(item.number) for item in lost_partitions)}"
             )
-        elif kind == "columns" and not registry.decodable(kind):
+        elif kind == "columns" and not registry.is_decodable(kind):
             texts.append(
-                f"column blocks {', '.join(map(str, registry.missing(kind)))} follow from none that are there"
+                f"column blocks {', '.join(map(str, registry.list_undetermined(kind)))} follow from none that are there"
             )
         return "; ".join(texts)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    async def _until(self, there: Callable[[], bool], missing: Callable[[], str]) -> None:
+    async def _process_events(self, is_met: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Handles events until a condition holds.
 
         Raises:
           RunLost: no event has counted as progress within the patience of the run.
         """
         patience_s = self._settings.patience_s
-        self._progress_s = self._runtime.now()
+        self._progress_s = self._runtime.read_clock()
         is_waiting, is_paused = True, False
 
         def check_patience() -> None:
-            remaining_s = self._progress_s + patience_s - self._runtime.now()
+            remaining_s = self._progress_s + patience_s - self._runtime.read_clock()
             if is_waiting and remaining_s <= 0:
                 raise RunLost(
-                    f"no device has joined, answered or got further with a block for {patience_s:g} s: {missing()}"
+                    f"no device has joined, answered or got further with a block for {patience_s:g} s: {describe()}"
                 )
             if is_waiting:
-                self._call_at(self._runtime.now() + remaining_s, check_patience)
+                self._call_at(self._runtime.read_clock() + remaining_s, check_patience)
 
         self._call_at(self._progress_s + patience_s, check_patience)
         try:
             while True:
-                if self._stirred:
-                    self._stirred = False
-                    self._ask()
+                if self._needs_dispatch:
+                    self._needs_dispatch = False
+                    self._dispatch_tasks()
                     kinds = [round.kind for round in self._rounds.values()]
-                    if not is_paused and not all(map(self.registry.decodable, kinds)):
+                    if not is_paused and not all(map(self.registry.is_decodable, kinds)):
                         is_paused = True
-                        self.tell("paused", missing=missing())
-                if there():
+                        self.record_event("paused", missing=describe())
+                if is_met():
                     break
-                handle = await self._events.next()
+                handle = await self._events.get()
                 handle()
         finally:
             is_waiting = False
         if is_paused:
-            self.tell("goes_on")
+            self.record_event("goes_on")
 
     async def _count_bytes(self, stuck: Sequence[int]) -> None:
         """Counts bytes to and from devices as progress, for instance of an operand in transit.
@@ -479,197 +493,201 @@ class Coordinator:
         Args:
           stuck: Devices that do not count because their orders fail repeatedly.
         """
-        moved = self._comm.moved_nbytes
+        moved = self._comm.get_traffic_nbytes
         nbytes = moved() - sum(map(moved, stuck))
 
         def count_traffic() -> None:
-            time_s = self._runtime.now()
-            self._carried.update(0, nbytes, time_s, self._settings.patience_s)
-            if self._carried.last_s == time_s:
+            time_s = self._runtime.read_clock()
+            self._traffic_progress.update(0, nbytes, time_s, self._settings.patience_s)
+            if self._traffic_progress.last_s == time_s:
                 self._progress_s = time_s
 
         self._events.put(count_traffic)
 
-    def _call_at(self, t: float, take_in: Callable[[], None]) -> None:
-        self._runtime.sleep_until(t).on_done(lambda _: self._events.put(take_in))
+    def _call_at(self, t: float, handle: Callable[[], None]) -> None:
+        self._runtime.sleep_until(t).add_done_callback(lambda _: self._events.put(handle))
 
     def _listen(self, tag: Tag, round: int | None) -> None:
         """Queues the messages of a tag until its exchange is cancelled."""
         receive = partial(self._comm.recv_any, tag, deadline_s=math.inf)
-        self._runtime.launch(self._take_in(receive, lambda message: self._take(*message, round)))
+        self._runtime.launch(
+            self._queue_events(receive, lambda message: self._handle_message(*message, round))
+        )
 
-    async def _take_in(self, receive: Callable[[], Pending[T]], take: Callable[[T], None]) -> None:
+    async def _queue_events(self, receive: Callable[[], Pending[T]], handle: Callable[[T], None]) -> None:
         """Queues an event for each received item until the source ends."""
         with suppress(WaitEnded):
             while True:
-                self._events.put(partial(take, await receive()))
+                self._events.put(partial(handle, await receive()))
 
-    async def _forget(self, round: int) -> None:
-        self._comm.forget(messages.answers(round).exchange)
+    async def _forget_round(self, round: int) -> None:
+        self._comm.cancel_exchange(messages.build_answer_tag(round).exchange)
 
-    def _expect(self, rank: int) -> None:
+    def _handle_arrival(self, rank: int) -> None:
         """Accepts messages of a new device, which may have the rank of an earlier one."""
-        self._gone.discard(rank)
+        self._lost_ranks.discard(rank)
 
-    def _take(self, rank: int, payload: Payload, round: int | None) -> None:
+    def _handle_message(self, rank: int, payload: Payload, round: int | None) -> None:
         """Handles a report, or an answer of a round, and counts it as progress.
 
         A failed block counts only if some of its rows have arrived; otherwise it could fail forever.
         """
-        if rank in self._gone:
+        if rank in self._lost_ranks:
             return
         try:
             if round is None:
-                self._report(rank, unpacked(payload, _REPORTS))
+                self._handle_report(rank, decode_message(payload, _REPORTS))
                 return
             if round not in self._rounds:
-                self.counters.late += 1
+                self.counters.num_late += 1
                 return
-            self._rounds[round].take(rank, payload)
-        except Malformed as error:
-            self._refuse(rank, str(error))
+            self._rounds[round].add_answer(rank, payload)
+        except MalformedMessage as error:
+            self._refuse_message(rank, str(error))
             return
-        self._heard(rank)
-        self._progress_s = self._runtime.now()
+        self._mark_responsive(rank)
+        self._progress_s = self._runtime.read_clock()
 
-    def _gets_further(self, rank: int, nbytes: int) -> bool:
+    def _has_progressed(self, rank: int, nbytes: int) -> bool:
         """Returns True if a device has exchanged rows for a block since its last probe."""
-        time_s = self._runtime.now()
-        progress = self._progress.setdefault(rank, Progress())
+        time_s = self._runtime.read_clock()
+        progress = self._device_progress.setdefault(rank, ProgressTracker())
         progress.update(0, nbytes, time_s, self._settings.patience_s)
-        is_building = any(block.holder == rank for block in self.registry.making())
-        return is_building and not self.registry.members[rank].is_stuck and progress.last_s == time_s
+        is_building = any(block.holder == rank for block in self.registry.list_pending_blocks())
+        return is_building and not self.registry.devices[rank].is_stuck and progress.last_s == time_s
 
-    def _refuse(self, rank: int, why: str) -> None:
+    def _refuse_message(self, rank: int, reason: str) -> None:
         """Counts a refused message; records the 1st, 2nd, 4th, 8th and so on of each device."""
-        self.counters.refused += 1
-        self._refused[rank] += 1
-        if self._refused[rank].bit_count() == 1:
-            self.tell("refused", rank=rank, why=why, count=self._refused[rank])
+        self.counters.num_refused += 1
+        self._refusal_counts[rank] += 1
+        if self._refusal_counts[rank].bit_count() == 1:
+            self.record_event("refused", rank=rank, why=reason, count=self._refusal_counts[rank])
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
-    def _report(self, rank: int, report: Report) -> None:
+    def _handle_report(self, rank: int, report: Report) -> None:
         """Handles a report of a device.
 
         Raises:
           MalformedMessage: it names an unknown block or device.
         """
-        member = self.registry.members.get(rank)
+        member = self.registry.devices.get(rank)
         if isinstance(report, Hello):
-            self._hello(rank, report)
-            self._progress_s = self._runtime.now()
+            self._handle_hello(rank, report)
+            self._progress_s = self._runtime.read_clock()
             return
         if member is None:
-            raise Malformed("a report before a greeting")
+            raise MalformedMessage("a report before a greeting")
         if isinstance(report, Ready):
-            self._ready(rank, report.number)
+            self._handle_ready(rank, report.number)
         elif isinstance(report, Leaving):
-            member.leaving = True
-            self.tell("leaving", rank=rank)
-            self._repair()
+            member.is_leaving = True
+            self.record_event("leaving", rank=rank)
+            self._repair_blocks()
         elif isinstance(report, (Built, Failed)):
-            self._ended(member, report)
-        self._heard(rank)
+            self._handle_build_report(member, report)
+        self._mark_responsive(rank)
         if isinstance(report, Probe):
-            has_progressed = self._gets_further(rank, report.nbytes)
+            has_progressed = self._has_progressed(rank, report.nbytes)
         else:
             has_progressed = not (isinstance(report, Failed) and member.failures)
         if has_progressed:
-            self._progress_s = self._runtime.now()
+            self._progress_s = self._runtime.read_clock()
 
-    def _ready(self, rank: int, meeting: int) -> None:
+    def _handle_ready(self, rank: int, meeting: int) -> None:
         """Tells the second device of a meeting to connect, unless one of the two has gone."""
-        pair = self._to_meet.get(meeting)
-        if meeting >= self._meetings or (pair is not None and pair[0] != rank):
-            raise Malformed("ready for a device that is not expected")
+        pair = self._pending_meetings.get(meeting)
+        if meeting >= self._num_meetings or (pair is not None and pair[0] != rank):
+            raise MalformedMessage("ready for a device that is not expected")
         if pair is not None:
-            del self._to_meet[meeting]
-            self._meet(pair[1], rank, meeting, first=False)
+            del self._pending_meetings[meeting]
+            self._introduce(pair[1], rank, meeting, is_first=False)
 
-    def _meet(self, rank: int, other: int, meeting: int, *, first: bool) -> None:
-        self._send(rank, Meet(other, meeting, first, self._runtime.address_of(other)))
+    def _introduce(self, rank: int, peer: int, meeting: int, *, is_first: bool) -> None:
+        self._send(rank, Meet(peer, meeting, is_first, self._runtime.get_address(peer)))
 
-    def _ended(self, member: Member, report: Built | Failed) -> None:
+    def _handle_build_report(self, member: DeviceState, report: Built | Failed) -> None:
         """Handles the report that a block was built, or that building it failed."""
         block = self.registry.blocks.get(report.block)
         if block is None:
-            raise Malformed("a report on a block that there is not")
+            raise MalformedMessage("a report on a block that there is not")
         if block.holder != member.rank:
             self._send(member.rank, Drop((block.number,)))
             return
         if isinstance(report, Built):
-            self.registry.built(block, report.partitions)
+            self.registry.mark_built(block, report.partitions)
             member.failures = member.fetched_nbytes = 0
             if self._record is not None:
-                self._record.keep_registry(self.registry)
-            self.tell(
+                self._record.save_registry(self.registry)
+            self.record_event(
                 "built",
                 rank=member.rank,
                 block=block.number,
                 kind=block.kind,
                 nbytes=report.fetched_nbytes,
-                mds_nbytes=self._under_mds(block, report.fetched_nbytes),
+                mds_nbytes=self._compute_mds_nbytes(block, report.fetched_nbytes),
             )
-            if block.replaces is not None:
-                old_block = self.registry.blocks[block.replaces]
+            if block.replaced_block is not None:
+                old_block = self.registry.blocks[block.replaced_block]
                 if old_block.holder is not None:
                     self._send(old_block.holder, Drop((old_block.number,)))
-                self.registry.discard(old_block)
+                self.registry.release_block(old_block)
         else:
-            self.registry.failed(block)
-            self.tell("failed", rank=member.rank, block=block.number, blamed=report.rank, why=report.detail)
+            self.registry.mark_failed(block)
+            self.record_event(
+                "failed", rank=member.rank, block=block.number, blamed=report.rank, why=report.detail
+            )
             if report.rank == member.rank:
-                member.unable = True
+                member.cannot_build = True
             else:
                 member.count_failure(report.fetched_nbytes)
-                self._silence({report.rank})
-        self._repair()
+                self._mark_silent({report.rank})
+        self._repair_blocks()
 
-    def _hello(self, rank: int, hello: Hello) -> None:
+    def _handle_hello(self, rank: int, hello: Hello) -> None:
         registry = self.registry
-        if rank in registry.members:
-            raise Malformed("a second greeting")
-        if reason := self._unfit(hello):
-            self.tell("turned_away", rank=rank, why=reason)
+        if rank in registry.devices:
+            raise MalformedMessage("a second greeting")
+        if reason := self._explain_refusal(hello):
+            self.record_event("turned_away", rank=rank, why=reason)
             self._send(rank, End(reason))
             return
         raw = -1
         if hello.partition:
             registry.features = hello.features
-            partition = registry.named(hello.partition)
+            partition = registry.find_partition(hello.partition)
             if partition is None:
                 labels, number = hello.labels.reshape(-1), len(registry.partitions)
-                partition = Partition(number, hello.partition, labels, registry.next_number)
+                partition = DevicePartition(number, hello.partition, labels, registry.new_block_number)
                 registry.partitions.append(partition)
             raw = partition.block
-            registry.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, ready=True)
-        for peer in registry.members:
+            registry.blocks[raw] = Block(raw, "rows", {partition.number: 1.0}, rank, is_ready=True)
+        for peer in registry.devices:
             pair = min(rank, peer), max(rank, peer)
-            self._to_meet[self._meetings] = pair
-            self._meet(pair[0], pair[1], self._meetings, first=True)
-            self._meetings += 1
-        registry.members[rank] = Member(rank)
+            self._pending_meetings[self._num_meetings] = pair
+            self._introduce(pair[0], pair[1], self._num_meetings, is_first=True)
+            self._num_meetings += 1
+        registry.devices[rank] = DeviceState(rank)
         self._send(rank, Welcome(self._run, raw))
         unknown = []
         for number in hello.held:  # stored blocks count, unless another device has them by now
             block = registry.blocks.get(number)
             if hello.run == self._run and block is not None and block.holder is None:
-                block.holder, block.ready = rank, True
+                block.holder, block.is_ready = rank, True
             else:
                 unknown.append(number)
         if unknown:
             self._send(rank, Drop(tuple(unknown)))
-        self.tell("came", rank=rank, partition=hello.partition, rows=hello.rows)
-        self._repair()
+        self.record_event("came", rank=rank, partition=hello.partition, rows=hello.rows)
+        self._repair_blocks()
 
-    def _unfit(self, hello: Hello) -> str:
+    def _explain_refusal(self, hello: Hello) -> str:
         """Returns the reason why a device cannot take part; empty if it can."""
         if not hello.partition:
             return ""
         if hello.rows < 1 or not 1 <= hello.features <= _MAX_FEATURES or hello.labels.numel() != hello.rows:
-            raise Malformed("data without rows, or too wide, or with another number of labels")
-        partition, features = self.registry.named(hello.partition), self.registry.features
+            raise MalformedMessage("data without rows, or too wide, or with another number of labels")
+        partition, features = self.registry.find_partition(hello.partition), self.registry.features
         if features and hello.features != features:
             return (
                 f"partition {hello.partition!r} has {hello.features} features, and those that are there have "
@@ -680,7 +698,7 @@ class Coordinator:
         if partition is None:
             return ""
         holder = self.registry.blocks[partition.block].holder
-        if holder is not None and not self.registry.members[holder].silent:
+        if holder is not None and not self.registry.devices[holder].is_silent:
             return f"partition {hello.partition!r} is there already: give each device another one"
         if partition.rows != hello.rows or not torch.equal(partition.labels, hello.labels.reshape(-1)):
             return f"partition {hello.partition!r} was there with other labels: give it another name"
@@ -688,120 +706,130 @@ class Coordinator:
 
     # --- losses and silence -----------------------------------------------------------------------------------------
 
-    def _lose(self, rank: int) -> None:
+    def _handle_loss(self, rank: int) -> None:
         """Handles the loss of a device, which never counts as progress.
 
         Raises:
           PartitionsChanged: training continues without some partitions.
         """
-        self._gone.add(rank)
+        self._lost_ranks.add(rank)
         for round in self._rounds.values():
-            round.lose(rank)
-        if rank not in self.registry.members:
+            round.drop_device(rank)
+        if rank not in self.registry.devices:
             return
-        self.registry.lose(rank)
-        self._to_meet = {number: pair for number, pair in self._to_meet.items() if rank not in pair}
-        self.tell("gone", rank=rank)
-        for peer in self.registry.members:
+        self.registry.remove_member(rank)
+        self._pending_meetings = {
+            number: pair for number, pair in self._pending_meetings.items() if rank not in pair
+        }
+        self.record_event("gone", rank=rank)
+        for peer in self.registry.devices:
             self._send(peer, Lost(rank))
-        has_dropped = self._encoded and self._loses_partitions()
-        self._repair()
+        has_dropped = self._is_encoded and self._did_drop_partitions()
+        self._repair_blocks()
         if has_dropped and self._rounds:
             raise PartitionsChanged
 
-    def _loses_partitions(self) -> bool:
+    def _did_drop_partitions(self) -> bool:
         """Returns True if partitions were dropped because no remaining block determines them."""
         registry, has_dropped = self.registry, False
-        while lost := [partition for partition in registry.active if not registry.recoverable(partition)]:
+        while lost := [
+            partition for partition in registry.active_partitions if not registry.is_recoverable(partition)
+        ]:
             for partition in lost:
-                self.tell("lost", partition=partition.name)
+                self.record_event("lost", partition=partition.name)
             if self._settings.on_loss == "wait":
                 return False
             for partition in lost:
-                registry.forsake(partition)
+                registry.drop_partition(partition)
             has_dropped = True
-        if has_dropped and not registry.active:
+        if has_dropped and not registry.active_partitions:
             raise RunLost("no partition is left: all devices that had one are gone")
         return has_dropped
 
-    def _silence(self, ranks: Iterable[int]) -> None:
+    def _mark_silent(self, ranks: Iterable[int]) -> None:
         """Marks and probes devices that missed a deadline; they are ignored until they respond."""
         for rank in ranks:
-            member = self.registry.members.get(rank)
+            member = self.registry.devices.get(rank)
             if member is None:
                 continue
-            if not member.silent:
-                member.silent = True
+            if not member.is_silent:
+                member.is_silent = True
                 self.counters.silences += 1
-                self.tell("silent", rank=rank)
+                self.record_event("silent", rank=rank)
             self._send(rank, Probe())
-        self._repair()
+        self._repair_blocks()
 
-    def _look_later(self) -> None:
-        self._call_at(self._runtime.now() + _LOOKS * self._settings.least_s, self._look_after)
+    def _schedule_probes(self) -> None:
+        self._call_at(
+            self._runtime.read_clock() + _PROBE_FACTOR * self._settings.min_timeout_s, self._probe_builders
+        )
 
-    def _look_after(self) -> None:
+    def _probe_builders(self) -> None:
         """Probes devices that build blocks, and marks those as silent that did not answer the last probe.
 
         Devices that are backing off get one more try.
         """
-        resting_members = [member for member in self.registry.members.values() if member.rests]
+        resting_members = [member for member in self.registry.devices.values() if member.is_backing_off]
         for member in resting_members:
             member.failures -= 1
         if resting_members:
-            self._repair()
-        builders = {block.holder for block in self.registry.making() if block.holder is not None}
-        silent_ranks = builders & self._probed
-        self._probed = builders - silent_ranks
-        for rank in self._probed:
+            self._repair_blocks()
+        builders = {block.holder for block in self.registry.list_pending_blocks() if block.holder is not None}
+        silent_ranks = builders & self._probed_ranks
+        self._probed_ranks = builders - silent_ranks
+        for rank in self._probed_ranks:
             self._send(rank, Probe())
         if silent_ranks:
-            self._silence(silent_ranks)
-        stuck_ranks = [rank for rank, member in self.registry.members.items() if member.is_stuck]
+            self._mark_silent(silent_ranks)
+        stuck_ranks = [rank for rank, member in self.registry.devices.items() if member.is_stuck]
         self._runtime.launch(self._count_bytes(stuck_ranks))
-        self._look_later()
+        self._schedule_probes()
 
-    def _heard(self, rank: int) -> None:
-        self._probed.discard(rank)
-        member = self.registry.members.get(rank)
-        if member is not None and member.silent:
-            member.silent = False
-            self.tell("heard", rank=rank)
-            self._repair()
+    def _mark_responsive(self, rank: int) -> None:
+        self._probed_ranks.discard(rank)
+        member = self.registry.devices.get(rank)
+        if member is not None and member.is_silent:
+            member.is_silent = False
+            self.record_event("heard", rank=rank)
+            self._repair_blocks()
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
-    def _repair(self) -> None:
+    def _repair_blocks(self) -> None:
         """Orders missing blocks, and releases leaving devices if possible: before encoding, all of them."""
-        registry, placed_blocks = self.registry, list[Placed]()
-        while self._encoded and (placed_block := self._placement.next(registry)) is not None:
-            registry.place(placed_block)
+        registry, placed_blocks = self.registry, list[PlacedBlock]()
+        while self._is_encoded and (placed_block := self._placement.choose_block(registry)) is not None:
+            registry.add_block(placed_block)
             placed_blocks.append(placed_block)
         if placed_blocks and self._record is not None:  # before a device acts on it
-            self._record.keep_registry(registry)
+            self._record.save_registry(registry)
         for placed_block in placed_blocks:
             assert placed_block.block.holder is not None
-            self.tell("ordered", rank=placed_block.block.holder, block=placed_block.block.number)
+            self.record_event("ordered", rank=placed_block.block.holder, block=placed_block.block.number)
             self._send(placed_block.block.holder, placed_block.order)
-        for member in list(registry.members.values()):
-            if member.leaving and (not self._encoded or registry.can_go(member.rank)):
+        for member in list(registry.devices.values()):
+            if member.is_leaving and (not self._is_encoded or registry.can_leave(member.rank)):
                 self._send(member.rank, End())
-        if self._encoded:
+        if self._is_encoded:
             kinds = self._settings.kinds
-            self.changed |= any(
-                not partition.active and registry.trainable(partition, kinds)
+            self.has_new_partitions |= any(
+                not partition.is_active and registry.is_trainable(partition, kinds)
                 for partition in registry.partitions
             )
-            self._stirred = True
+            self._needs_dispatch = True
 
-    def _under_mds(self, block: Block, nbytes: int) -> int:
+    def _compute_mds_nbytes(self, block: Block, nbytes: int) -> int:
         """Computes the bytes that other devices would have sent for a block of all partitions."""
-        if block.kind == "columns" or block.raw is not None or block.replaces is not None:
+        if block.kind == "columns" or block.raw_unknown is not None or block.replaced_block is not None:
             return nbytes
-        own_raw = {copy.raw for copy in self.registry.of("rows") if copy.holder == block.holder}
-        rows = sum(partition.rows for partition in self.registry.active if partition.number not in own_raw)
+        own_raw = {
+            copy.raw_unknown for copy in self.registry.list_blocks("rows") if copy.holder == block.holder
+        }
+        rows = sum(
+            partition.rows for partition in self.registry.active_partitions if partition.number not in own_raw
+        )
         return 8 * rows * self.registry.features
 
     def _send(self, rank: int, message: Command) -> Pending[None]:
         tag = messages.OPERAND if isinstance(message, (Multiply, End)) else messages.COMMAND
-        return self._runtime.launch(sent(self._comm, packed(message), rank, tag))
+        return self._runtime.launch(send_message(self._comm, encode_message(message), rank, tag))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from farflung.extras import need
+from farflung.extras import require_modules
 
-need("farflung.coded.estimators", "sklearn", extra="sklearn")
+require_modules("farflung.coded.estimators", "sklearn", extra="sklearn")
 
 import warnings
 from collections.abc import Awaitable, Mapping
@@ -23,12 +23,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from farflung.coded.blocks import Holding
+from farflung.coded.blocks import BlockStore
 from farflung.coded.coordinator import Coordinator, Settings
 from farflung.coded.device import Device
-from farflung.coded.linear_model import HeldProducts, Problem
-from farflung.coded.parts import LARGEST, partitioned
-from farflung.coded.run import Learner, Trained, simulate, train
+from farflung.coded.linear_model import InMemoryProducts, Problem
+from farflung.coded.parts import MAX_FEATURE, partition_rows
+from farflung.coded.run import Learner, TrainingResult, simulate, train
 from farflung.coded.solvers import Iterate, Solver
 from farflung.errors import BadLabels, BadParameter, BadSamples, ConfigError
 from farflung.sim import VirtualRuntime, VirtualWorld
@@ -38,7 +38,7 @@ __all__ = ["CodedClassifier", "CodedLinearSVC", "CodedLogisticRegression"]
 
 _DTYPES = [np.float64, np.float32]
 """Data types of samples that the model keeps; others become the first."""
-_ROWS = 4096
+_CHUNK_ROWS = 4096
 """Number of rows of a sparse matrix that are converted at a time."""
 
 
@@ -77,22 +77,22 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=_DTYPES, order="C")
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
-        weights = self._sample_weights(codes, sample_weight)
+        weights = self._compute_sample_weights(codes, sample_weight)
         if len(self.classes_) < 2:
             raise BadLabels(
                 f"{type(self).__name__} needs samples of at least 2 classes in the data, but the data contains only "
                 f"one class: {self.classes_[0]!r}"
             )
-        if float(abs(X).max()) > LARGEST:
+        if float(abs(X).max()) > MAX_FEATURE:
             raise BadSamples(
-                f"X holds numbers above {LARGEST:g}, whose squares may not be finite: scale the features"
+                f"X holds numbers above {MAX_FEATURE:g}, whose squares may not be finite: scale the features"
             )
         try:
-            state = self._minimum(_dense(X), torch.from_numpy(codes), weights, X.dtype)
+            state = self._minimize(_to_dense(X), torch.from_numpy(codes), weights, X.dtype)
         except ConfigError as error:
             raise BadParameter(str(error)) from None
-        if not state.converged:
-            if state.stalled:
+        if not state.has_converged:
+            if state.has_stalled:
                 cause = (
                     f"stopped after {state.iterations} iterations, as rounding errors allow no further one"
                 )
@@ -130,7 +130,7 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         tags.input_tags.sparse = True
         return tags
 
-    def _sample_weights(self, codes: NDArray[Any], sample_weight: ArrayLike | None) -> Tensor | None:
+    def _compute_sample_weights(self, codes: NDArray[Any], sample_weight: ArrayLike | None) -> Tensor | None:
         """Multiplies the weights of samples and classes; returns None if all are 1.
 
         Raises:
@@ -168,18 +168,18 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return torch.from_numpy(weights[:, None] * np.where(of_class, factors, 1.0))
         return torch.from_numpy(weights * factors[codes])[:, None]
 
-    def _minimum(self, matrix: Tensor, codes: Tensor, weights: Tensor | None, dtype: Any) -> Iterate:
+    def _minimize(self, matrix: Tensor, codes: Tensor, weights: Tensor | None, dtype: Any) -> Iterate:
         """Minimises the objective, and sets ``coef_`` and ``intercept_``."""
         classes, solver = len(self.classes_), self.solver
         if solver == "gd" and self.learning_rate is not None:
             solver = f"gd(learning_rate={self.learning_rate!r})"
         learner = Learner(self._model, getattr(self, "loss", None), self.C, solver, self.tol)
         objective = replace(
-            learner.objective(classes),
+            learner.build_objective(classes),
             fit_intercept=self.fit_intercept,
             intercept_scaling=getattr(self, "intercept_scaling", 1.0),
         )
-        problem = Problem(HeldProducts(matrix), objective, learner.targets(codes, classes), weights)
+        problem = Problem(InMemoryProducts(matrix), objective, learner.build_targets(codes, classes), weights)
         start, shape = None, (problem.shape[1], matrix.shape[1])
         previous: Any = self
         if self.warm_start and hasattr(previous, "coef_"):
@@ -192,15 +192,13 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             if self.fit_intercept:
                 rows.append(previous.intercept_[None] / getattr(self, "intercept_scaling", 1.0))
             start = torch.from_numpy(np.concatenate(rows).astype(np.float64))
-        state = self._trained(matrix, problem, learner.minimiser(classes), start)
+        state = self._train(matrix, problem, learner.build_solver(classes), start)
         coefficients, intercepts = problem.split(state.weights)
         self.coef_ = coefficients.T.numpy().astype(dtype, order="C")
         self.intercept_ = intercepts.numpy().astype(dtype)
         return state
 
-    def _trained(
-        self, matrix: Tensor, problem: Problem, solver: Solver[Any], start: Tensor | None
-    ) -> Iterate:
+    def _train(self, matrix: Tensor, problem: Problem, solver: Solver[Any], start: Tensor | None) -> Iterate:
         """Trains by the protocol of devices, in virtual time, without delays.
 
         The first devices bring a partition each, consecutive rows, with the row numbers as labels. Blocks are
@@ -213,14 +211,16 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             min(partitions, len(matrix)), self.devices, code=self.code, seed=self.seed, redundancy=0, pieces=1
         )
         numbers = torch.arange(len(matrix), dtype=torch.float64)
-        parts = [(matrix[rows], numbers[rows]) for rows in partitioned(len(matrix), settings.partitions)]
+        parts = [(matrix[rows], numbers[rows]) for rows in partition_rows(len(matrix), settings.partitions)]
         weights = problem.sample_weights
 
         def create_device(runtime: VirtualRuntime) -> Device:
             place = runtime.comm.rank - 1
-            return Device(runtime, Holding(str(place), *parts[place]) if place < len(parts) else Holding())
+            return Device(
+                runtime, BlockStore(str(place), *parts[place]) if place < len(parts) else BlockStore()
+            )
 
-        def train_all(coordinator: Coordinator) -> Awaitable[Trained]:
+        def train_all(coordinator: Coordinator) -> Awaitable[TrainingResult]:
             return train(
                 coordinator,
                 problem.objective,
@@ -231,18 +231,18 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 start=start,
             )
 
-        world = VirtualWorld(1 + settings.devices, whole=False)
+        world = VirtualWorld(1 + settings.devices, needs_all_members=False)
         return simulate(world, settings, create_device, train_all).iterate
 
 
-def _dense(X: Any) -> Tensor:
+def _to_dense(X: Any) -> Tensor:
     """Converts to a dense tensor; a sparse matrix block by block."""
     if isinstance(X, np.ndarray):
         return torch.from_numpy(np.require(X, np.float64, requirements="W"))
     matrix = torch.empty(X.shape, dtype=torch.float64)
     X = X.astype(np.float64, copy=False)
-    for start in range(0, len(matrix), _ROWS):
-        X[start : start + _ROWS].toarray(out=matrix[start : start + _ROWS].numpy())
+    for start in range(0, len(matrix), _CHUNK_ROWS):
+        X[start : start + _CHUNK_ROWS].toarray(out=matrix[start : start + _CHUNK_ROWS].numpy())
     return matrix
 
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.errors import CheckpointError, ConfigError, DataError
-from farflung.files import reading
-from farflung.options import flag_option, whole_option
+from farflung.files import wrap_read_errors
+from farflung.options import check_flag, check_integer
 from farflung.state_trees import load_tree, save_tree
-from farflung.tasks import Pending, done
+from farflung.tasks import Pending, create_completed
 
 __all__ = [
     "LOSSES",
     "Classes",
-    "HeldProducts",
     "Hinge",
+    "InMemoryProducts",
     "LinearModel",
     "Logistic",
     "Multinomial",
@@ -34,15 +34,15 @@ __all__ = [
     "SquaredHinge",
 ]
 
-_BLOCK = 8192
+_BLOCK_SIZE = 8192
 """Number of margins processed at a time, so that they stay in the second-level cache."""
-_KINK = 0.01
+_KINK_WIDTH = 0.01
 """Width of the quadratic piece in place of the hinge's kink."""
 _NEWTON_STEPS = 50
 """Maximum number of Newton steps for the intercept; near the optimum three are enough."""
-_LENGTHS = [0.5**halvings for halvings in range(40)]
+_STEP_LENGTHS = [0.5**halvings for halvings in range(40)]
 """Lengths of a Newton step; the first that reduces the derivative is used."""
-_EPSILON, _NEAR = 4 * torch.finfo(torch.float64).eps, 1e-10
+_EPSILON, _FULL_STEP_TOLERANCE = 4 * torch.finfo(torch.float64).eps, 1e-10
 """Relative derivatives by the intercept: rounding error, and range in which only a full step is tried."""
 
 
@@ -81,7 +81,7 @@ class Objective(ABC):
             is_number = not isinstance(value, bool) and isinstance(value, Real)
             if not is_allowed and not (is_number and 0 < value < math.inf):
                 raise ConfigError(f"objective: {option} {value!r} must be a number above 0")
-        flag_option("objective", "fit_intercept", self.fit_intercept)
+        check_flag("objective", "fit_intercept", self.fit_intercept)
 
     @property
     def loss_weight(self) -> float:
@@ -93,12 +93,12 @@ class Objective(ABC):
         """Returns True if the weights of features are penalised."""
         return math.inf > self.C
 
-    def outputs(self, targets: Tensor) -> int:
+    def count_outputs(self, targets: Tensor) -> int:
         """Returns the number of margins of a sample."""
         return targets.shape[1]
 
     @abstractmethod
-    def loss(
+    def compute_loss(
         self, margins: Tensor, targets: Tensor, sample_weights: Tensor | None = None
     ) -> tuple[float, Tensor]:
         """Computes C times the sum of the losses, and its derivative by the margins.
@@ -113,7 +113,7 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def shift_curvature(
+    def compute_shift_curvature(
         self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
     ) -> Tensor:
         """Computes the second derivative of the losses by a shift of all margins, (outputs, outputs).
@@ -137,13 +137,13 @@ class Logistic(Objective):
     curvature = 0.25
 
     @override
-    def loss(
+    def compute_loss(
         self, margins: Tensor, targets: Tensor, sample_weights: Tensor | None = None
     ) -> tuple[float, Tensor]:
         slopes = torch.empty_like(margins, memory_format=torch.contiguous_format)
         total = torch.zeros((), dtype=margins.dtype)
-        parts = [part.reshape(-1).split(_BLOCK) for part in (margins, targets, slopes)]
-        factors = _split(sample_weights, margins, _BLOCK)
+        parts = [part.reshape(-1).split(_BLOCK_SIZE) for part in (margins, targets, slopes)]
+        factors = _split(sample_weights, margins, _BLOCK_SIZE)
         for z, y, slope, factor in zip(*parts, factors, strict=True):
             agreement = z * y
             torch.mul(torch.sigmoid(-agreement), y, out=slope)
@@ -157,7 +157,7 @@ class Logistic(Objective):
         return self.loss_weight * float(total), slopes.mul_(-self.loss_weight)
 
     @override
-    def shift_curvature(
+    def compute_shift_curvature(
         self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
     ) -> Tensor:
         odds = slopes.abs().div_(self.loss_weight)  # weighted probability of the wrong label
@@ -189,19 +189,19 @@ class Multinomial(Objective):
     @override
     def __post_init__(self) -> None:
         Objective.__post_init__(self)
-        whole_option("objective", "classes", self.classes, 2)
+        check_integer("objective", "classes", self.classes, 2)
 
     @override
-    def outputs(self, targets: Tensor) -> int:
+    def count_outputs(self, targets: Tensor) -> int:
         return self.classes
 
     @override
-    def loss(
+    def compute_loss(
         self, margins: Tensor, targets: Tensor, sample_weights: Tensor | None = None
     ) -> tuple[float, Tensor]:
         slopes = torch.empty_like(margins, memory_format=torch.contiguous_format)
         total = torch.zeros((), dtype=margins.dtype)
-        rows = max(1, _BLOCK // self.classes)
+        rows = max(1, _BLOCK_SIZE // self.classes)
         parts = [part.split(rows) for part in (margins, targets.unsqueeze(1), slopes)]
         factors = [None] * len(parts[0]) if sample_weights is None else sample_weights.split(rows)
         for z, y, slope, factor in zip(*parts, factors, strict=True):
@@ -220,7 +220,7 @@ class Multinomial(Objective):
         return self.loss_weight * float(total), slopes.mul_(self.loss_weight)
 
     @override
-    def shift_curvature(
+    def compute_shift_curvature(
         self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
     ) -> Tensor:
         odds = slopes / self.loss_weight
@@ -243,7 +243,7 @@ class SquaredHinge(Objective):
     curvature = 2.0
 
     @override
-    def loss(
+    def compute_loss(
         self, margins: Tensor, targets: Tensor, sample_weights: Tensor | None = None
     ) -> tuple[float, Tensor]:
         slack = (margins * targets).neg_().add_(1).clamp_(min=0)
@@ -252,7 +252,7 @@ class SquaredHinge(Objective):
         return self.loss_weight * total, (weighted * targets).mul_(-2 * self.loss_weight)
 
     @override
-    def shift_curvature(
+    def compute_shift_curvature(
         self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
     ) -> Tensor:
         weights = torch.ones_like(slopes) if sample_weights is None else sample_weights
@@ -274,27 +274,27 @@ class Hinge(Objective):
     References: Chapelle 2007, section 2.2.
     """
 
-    curvature = 1 / _KINK
+    curvature = 1 / _KINK_WIDTH
 
     @override
-    def loss(
+    def compute_loss(
         self, margins: Tensor, targets: Tensor, sample_weights: Tensor | None = None
     ) -> tuple[float, Tensor]:
-        slack = (margins * targets).neg_().add_(1 + _KINK / 2).clamp_(min=0)
-        bent = slack.clamp(max=_KINK)
+        slack = (margins * targets).neg_().add_(1 + _KINK_WIDTH / 2).clamp_(min=0)
+        bent = slack.clamp(max=_KINK_WIDTH)
         straight, square = slack - bent, bent * bent
         if sample_weights is not None:
             straight, square, bent = (part * sample_weights for part in (straight, square, bent))
-        total = float(straight.sum()) + float(square.sum()) / (2 * _KINK)
-        return self.loss_weight * total, bent.mul_(targets).mul_(-self.loss_weight / _KINK)
+        total = float(straight.sum()) + float(square.sum()) / (2 * _KINK_WIDTH)
+        return self.loss_weight * total, bent.mul_(targets).mul_(-self.loss_weight / _KINK_WIDTH)
 
     @override
-    def shift_curvature(
+    def compute_shift_curvature(
         self, margins: Tensor, slopes: Tensor, targets: Tensor, sample_weights: Tensor | None
     ) -> Tensor:
         weights = torch.ones_like(slopes) if sample_weights is None else sample_weights
-        is_bent = (1 - margins * targets).abs() < _KINK / 2
-        return torch.diag(self.loss_weight / _KINK * torch.where(is_bent, weights, 0.0).sum(dim=0))
+        is_bent = (1 - margins * targets).abs() < _KINK_WIDTH / 2
+        return torch.diag(self.loss_weight / _KINK_WIDTH * torch.where(is_bent, weights, 0.0).sum(dim=0))
 
 
 def _split(sample_weights: Tensor | None, margins: Tensor, size: int) -> Sequence[Tensor | None]:
@@ -322,14 +322,14 @@ class Products(Protocol):
     def features(self) -> int:
         """Number of columns of :math:`X`."""
 
-    def times(self, weights: Tensor) -> Awaitable[Tensor]:
+    def multiply(self, weights: Tensor) -> Awaitable[Tensor]:
         """Multiplies :math:`X W`, (features, outputs) to (samples, outputs)."""
 
-    def transposed_times(self, residuals: Tensor) -> Awaitable[Tensor]:
+    def multiply_transposed(self, residuals: Tensor) -> Awaitable[Tensor]:
         """Multiplies :math:`X^T R`, (samples, outputs) to (features, outputs)."""
 
 
-class HeldProducts:
+class InMemoryProducts:
     """Products of a matrix in memory: the reference for those of devices.
 
     Args:
@@ -345,11 +345,11 @@ class HeldProducts:
         self._matrix = matrix
         self.samples, self.features = matrix.shape
 
-    def times(self, weights: Tensor) -> Pending[Tensor]:
-        return done(self._matrix @ weights)
+    def multiply(self, weights: Tensor) -> Pending[Tensor]:
+        return create_completed(self._matrix @ weights)
 
-    def transposed_times(self, residuals: Tensor) -> Pending[Tensor]:
-        return done(self._matrix.T @ residuals)
+    def multiply_transposed(self, residuals: Tensor) -> Pending[Tensor]:
+        return create_completed(self._matrix.T @ residuals)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -373,27 +373,27 @@ class Problem:
     @property
     def shape(self) -> tuple[int, int]:
         rows = self.products.features + int(self.objective.fit_intercept)
-        return rows, self.objective.outputs(self.targets)
+        return rows, self.objective.count_outputs(self.targets)
 
     def split(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Splits weights into those of the features (features, outputs), and the intercepts (outputs,)."""
         features = self.products.features
         return weights[:features], self.objective.intercept_scaling * weights[features:].sum(dim=0)
 
-    async def margins(self, weights: Tensor) -> Tensor:
+    async def compute_margins(self, weights: Tensor) -> Tensor:
         """Computes the margins of all samples, (samples, outputs), with one product."""
         features, intercepts = self.split(weights)
-        return (await self.products.times(features)) + intercepts
+        return (await self.products.multiply(features)) + intercepts
 
-    async def transposed(self, residuals: Tensor) -> Tensor:
+    async def multiply_transposed(self, residuals: Tensor) -> Tensor:
         """Multiplies residuals by the transposed matrix, with the intercept's constant feature: one product."""
-        features = await self.products.transposed_times(residuals)
+        features = await self.products.multiply_transposed(residuals)
         if not self.objective.fit_intercept:
             return features
         constant = self.objective.intercept_scaling * residuals.sum(dim=0, keepdim=True)
         return torch.cat([features, constant])
 
-    def penalty(self, weights: Tensor) -> tuple[float, Tensor]:
+    def compute_penalty(self, weights: Tensor) -> tuple[float, Tensor]:
         """Computes the penalty of weights, and its gradient."""
         if not self.objective.has_penalty:
             return 0.0, torch.zeros_like(weights)
@@ -406,16 +406,16 @@ class Problem:
 
         The gradient of the objective is that of the penalty plus the derivative's :meth:`multiply_transposed`.
         """
-        loss, slopes = self.objective.loss(margins, self.targets, self.sample_weights)
-        penalty, gradient = self.penalty(weights)
+        loss, slopes = self.objective.compute_loss(margins, self.targets, self.sample_weights)
+        penalty, gradient = self.compute_penalty(weights)
         return loss + penalty, slopes, gradient
 
-    async def gradient(self, weights: Tensor, margins: Tensor) -> tuple[float, Tensor]:
+    async def compute_gradient(self, weights: Tensor, margins: Tensor) -> tuple[float, Tensor]:
         """Computes the objective and its gradient, with one product."""
         objective, slopes, gradient = self.evaluate(weights, margins)
-        return objective, gradient + await self.transposed(slopes)
+        return objective, gradient + await self.multiply_transposed(slopes)
 
-    async def start(self, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    async def init_weights(self, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns initial weights and their margins, with one product if weights are given.
 
         Args:
@@ -424,26 +424,28 @@ class Problem:
         if weights is None:
             weights = torch.zeros(self.shape, dtype=torch.float64)
             return weights, weights.new_zeros(self.products.samples, self.shape[1])
-        return weights, await self.margins(weights)
+        return weights, await self.compute_margins(weights)
 
-    def settle(self, weights: Tensor, margins: Tensor) -> tuple[Tensor, Tensor]:
+    def optimize_intercept(self, weights: Tensor, margins: Tensor) -> tuple[Tensor, Tensor]:
         """Moves the intercept to its optimum by Newton's method, and the margins with it: no product."""
         if not self.objective.fit_intercept:
             return weights, margins
         scaling = self.objective.intercept_scaling
-        excess, rounding, slopes = self._excess(weights, margins)
+        excess, rounding, slopes = self._compute_intercept_slopes(weights, margins)
         for _ in range(_NEWTON_STEPS):
             if bool((excess.abs() <= _EPSILON * rounding).all()):
                 break
-            curvature = self.objective.shift_curvature(margins, slopes, self.targets, self.sample_weights)
+            curvature = self.objective.compute_shift_curvature(
+                margins, slopes, self.targets, self.sample_weights
+            )
             if self.objective.has_penalty:
                 curvature.diagonal().add_(self.objective.intercept_penalty / scaling**2)
             shift = -(torch.linalg.pinv(curvature, hermitian=True) @ excess)
-            is_near = bool((excess.abs() <= _NEAR * rounding).all())
-            for length in _LENGTHS[:1] if is_near else _LENGTHS:
+            is_near = bool((excess.abs() <= _FULL_STEP_TOLERANCE * rounding).all())
+            for length in _STEP_LENGTHS[:1] if is_near else _STEP_LENGTHS:
                 new_weights = torch.cat([weights[:-1], weights[-1:] + length * shift / scaling])
                 new_margins = margins + length * shift
-                new_excess, rounding, slopes = self._excess(new_weights, new_margins)
+                new_excess, rounding, slopes = self._compute_intercept_slopes(new_weights, new_margins)
                 if float(new_excess.norm()) < float(excess.norm()):
                     break
             else:
@@ -451,13 +453,13 @@ class Problem:
             weights, margins, excess = new_weights, new_margins, new_excess
         return weights, margins
 
-    def _excess(self, weights: Tensor, margins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _compute_intercept_slopes(self, weights: Tensor, margins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Computes the derivative by the intercept, the sum of its terms' sizes, and the losses' derivative."""
         _, slopes, gradient = self.evaluate(weights, margins)
         share = gradient[-1] / self.objective.intercept_scaling
         return slopes.sum(dim=0) + share, slopes.abs().sum(dim=0) + share.abs(), slopes
 
-    def gap(self, objective: float, gradient: Tensor, gain: float) -> float:
+    def compute_gap(self, objective: float, gradient: Tensor, gain: float) -> float:
         r"""Bounds the distance of the objective from its minimum, relative to it.
 
         .. math:: F(w) - F^* \le \tfrac{1}{2} \|\nabla F(w)\|^2
@@ -499,7 +501,7 @@ class Classes:
     positive: float | None = None
 
     @staticmethod
-    def of(labels: Tensor, positive: float | None = None) -> Classes:
+    def from_labels(labels: Tensor, positive: float | None = None) -> Classes:
         """Finds the classes of labels.
 
         Raises:
@@ -507,10 +509,12 @@ class Classes:
         """
         values = tuple(labels.unique().tolist())
         if positive is not None and positive not in values:
-            raise DataError(f"positive = {positive:g}: no sample has that label; there are {_listed(values)}")
+            raise DataError(
+                f"positive = {positive:g}: no sample has that label; there are {_format_labels(values)}"
+            )
         if len(values) < 2:
             raise DataError(
-                f"all samples have the label {_listed(values)}: there is nothing to tell apart; give the devices "
+                f"all samples have the label {_format_labels(values)}: there is nothing to tell apart; give the devices "
                 "samples of two classes or more"
             )
         return Classes(values, positive)
@@ -520,7 +524,7 @@ class Classes:
         """Number of classes that are distinguished."""
         return len(self.labels) if self.positive is None else 2
 
-    def codes(self, labels: Tensor) -> Tensor:
+    def encode(self, labels: Tensor) -> Tensor:
         """Encodes labels as class numbers, (samples,) int64; -1 for an unknown label."""
         if self.positive is not None:
             return (labels == self.positive).to(torch.int64)
@@ -528,21 +532,21 @@ class Classes:
         places = torch.searchsorted(class_labels, labels.to(torch.float64)).clamp_(max=len(class_labels) - 1)
         return torch.where(class_labels[places] == labels, places, -1)
 
-    def named(self, codes: Tensor) -> Tensor:
+    def decode(self, codes: Tensor) -> Tensor:
         """Decodes class numbers to labels; with a positive class, to 1 for it and 0 for the others."""
         if self.positive is not None:
             return codes.to(torch.float64)
         return torch.tensor(self.labels, dtype=torch.float64)[codes]
 
-    def strange(self, labels: Tensor) -> str:
+    def explain_mismatch(self, labels: Tensor) -> str:
         """Describes the error in labels of later samples; returns an empty string if there is none."""
-        unknown = labels[self.codes(labels) < 0].unique().tolist()
+        unknown = labels[self.encode(labels) < 0].unique().tolist()
         if not unknown:
             return ""
-        return f"it has the label {_listed(unknown)}, and training began with {_listed(self.labels)}"
+        return f"it has the label {_format_labels(unknown)}, and training began with {_format_labels(self.labels)}"
 
 
-def _listed(labels: tuple[float, ...] | list[float]) -> str:
+def _format_labels(labels: tuple[float, ...] | list[float]) -> str:
     return ", ".join(f"{label:g}" for label in labels[:10]) + (", ..." if len(labels) > 10 else "")
 
 
@@ -572,9 +576,9 @@ class LinearModel:
         Raises:
           DataError: the samples have another number of features.
         """
-        return self.classes.named(self._codes(samples))
+        return self.classes.decode(self._predict_codes(samples))
 
-    def _codes(self, samples: Tensor) -> Tensor:
+    def _predict_codes(self, samples: Tensor) -> Tensor:
         if samples.shape[1] != len(self.weights):
             raise DataError(
                 f"samples of {samples.shape[1]} features, for a model of {len(self.weights)}: give those that it was "
@@ -583,9 +587,9 @@ class LinearModel:
         margins = samples @ self.weights + self.intercepts
         return (margins[:, 0] > 0).long() if margins.shape[1] == 1 else margins.argmax(dim=1)
 
-    def accuracy(self, samples: Tensor, labels: Tensor) -> float:
+    def compute_accuracy(self, samples: Tensor, labels: Tensor) -> float:
         """Computes the share of samples whose class is predicted."""
-        return float((self._codes(samples) == self.classes.codes(labels)).double().mean())
+        return float((self._predict_codes(samples) == self.classes.encode(labels)).double().mean())
 
     def save(self, path: Path) -> None:
         """Writes the model; see :func:`farflung.state_trees.save_tree`."""
@@ -606,7 +610,7 @@ class LinearModel:
         Raises:
           CheckpointError: the file is absent, damaged, or not a model.
         """
-        with reading(path, "not a linear model", CheckpointError):
+        with wrap_read_errors(path, "not a linear model", CheckpointError):
             tree = load_tree(path)
             classes = Classes(tuple(map(float, tree["classes"])), tree["positive"])
             return LinearModel(tree["weights"], tree["intercepts"], classes)

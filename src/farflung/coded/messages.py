@@ -21,10 +21,12 @@ from farflung.comm.channel import PURPOSES, PurposeBase
 from farflung.types import Communicator, Payload, Tag
 
 __all__ = [
-    "ASK",
     "COMMAND",
     "OPERAND",
     "REPORT",
+    "REQUEST",
+    "BlockPart",
+    "BlockSource",
     "Built",
     "CodedPurpose",
     "Columns",
@@ -36,22 +38,20 @@ __all__ = [
     "Hello",
     "Leaving",
     "Lost",
-    "Malformed",
+    "MalformedMessage",
     "Meet",
     "Message",
     "Multiply",
-    "Part",
     "Probe",
     "Ready",
     "Report",
     "Rows",
-    "Source",
     "Welcome",
-    "answers",
-    "packed",
-    "reply",
-    "sent",
-    "unpacked",
+    "build_answer_tag",
+    "build_reply_tag",
+    "decode_message",
+    "encode_message",
+    "send_message",
 ]
 
 
@@ -66,41 +66,41 @@ class CodedPurpose(PurposeBase):
 
 PURPOSES.update({int(purpose): purpose for purpose in CodedPurpose})
 
-COMMAND = Tag(CodedPurpose.MEMBERS.at(0), 0)
+COMMAND = Tag(CodedPurpose.MEMBERS.build_exchange_id(0), 0)
 """Tag of commands from the coordinator to a device."""
-REPORT = Tag(CodedPurpose.MEMBERS.at(0), 1)
+REPORT = Tag(CodedPurpose.MEMBERS.build_exchange_id(0), 1)
 """Tag of reports from a device to the coordinator."""
-ASK = Tag(CodedPurpose.MEMBERS.at(0), 2)
+REQUEST = Tag(CodedPurpose.MEMBERS.build_exchange_id(0), 2)
 """Tag of requests from one device to another."""
-OPERAND = Tag(CodedPurpose.OPERANDS.at(0))
+OPERAND = Tag(CodedPurpose.OPERANDS.build_exchange_id(0))
 """Tag of requested products, and of the end."""
 
 _MAX_TEXT_NBYTES = 1 << 20
 _MAX_STRING, _MAX_LIST, _MAX_FLOAT = 1 << 12, 1 << 12, sys.float_info.max
-_NOTHING = torch.empty(0, dtype=torch.float64)
+_EMPTY_TENSOR = torch.empty(0, dtype=torch.float64)
 
 
-def reply(number: int) -> Tag:
+def build_reply_tag(number: int) -> Tag:
     """Returns the tag of the answer to a numbered request between devices."""
-    return Tag(CodedPurpose.ENCODING.at(number))
+    return Tag(CodedPurpose.ENCODING.build_exchange_id(number))
 
 
-def answers(round: int) -> Tag:
+def build_answer_tag(round: int) -> Tag:
     """Returns the tag of the products of one round."""
-    return Tag(CodedPurpose.ANSWERS.at(round))
+    return Tag(CodedPurpose.ANSWERS.build_exchange_id(round))
 
 
-async def sent(comm: Communicator, payload: Payload, rank: int, tag: Tag) -> None:
+async def send_message(comm: Communicator, payload: Payload, rank: int, tag: Tag) -> None:
     """Sends a message on the communication thread, as a launched coroutine; drops it if the rank is lost."""
     comm.send(payload, rank, tag)
 
 
-class Malformed(ValueError):
+class MalformedMessage(ValueError):
     """Raised for a message that does not have the form of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class BlockSource:
     """A term of a block's sum.
 
     Args:
@@ -115,7 +115,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BlockPart:
     """The rows of one partition in a block of columns, and their sources.
 
     Args:
@@ -128,8 +128,8 @@ class Part:
 
     partition: int
     rows: int
-    raw: bool
-    sources: tuple[Source, ...]
+    is_raw: bool
+    sources: tuple[BlockSource, ...]
 
 
 # --- to a device ----------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Rows:
     block: int
     rows: int
     features: int
-    sources: tuple[Source, ...]
+    sources: tuple[BlockSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class Columns:
     block: int
     weights: tuple[float, ...]
     bounds: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[BlockPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class Multiply:
     length: int
     pieces: int
     first: int
-    operand: Tensor = _NOTHING
+    operand: Tensor = _EMPTY_TENSOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class Hello:
     features: int
     held: tuple[int, ...] = ()
     run: str = ""
-    labels: Tensor = _NOTHING
+    labels: Tensor = _EMPTY_TENSOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,10 +381,12 @@ Message: TypeAlias = Command | Report | Fetch | Cancel
 M = TypeVar("M", bound=Message)
 
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in typing.get_args(Message)}
-_FIELDS: dict[Any, dict[str, Any]] = {kind: get_type_hints(kind) for kind in (*_KINDS.values(), Source, Part)}
+_FIELDS: dict[Any, dict[str, Any]] = {
+    kind: get_type_hints(kind) for kind in (*_KINDS.values(), BlockSource, BlockPart)
+}
 
 
-def packed(message: Message) -> Payload:
+def encode_message(message: Message) -> Payload:
     """Encodes a message."""
     body: dict[str, Any] = {"": type(message).__name__.lower()}
     tensors = []
@@ -393,82 +395,84 @@ def packed(message: Message) -> Payload:
         if kind is Tensor:
             tensors.append(value)
         elif value is not None:
-            body[name] = _plain(value)
+            body[name] = _to_json(value)
     text = json.dumps(body, separators=(",", ":")).encode()
     return Payload((torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors))
 
 
-def unpacked(payload: Payload, kinds: Iterable[type[M]]) -> M:
+def decode_message(payload: Payload, kinds: Iterable[type[M]]) -> M:
     """Decodes a message of one of the given kinds.
 
     Raises:
       MalformedMessage: it has another kind or form.
     """
-    text, *tensors = list(payload.tensors()) or [_NOTHING]
+    text, *tensors = list(payload.iter_tensors()) or [_EMPTY_TENSOR]
     if text.dtype != torch.uint8 or text.dim() != 1 or text.numel() > _MAX_TEXT_NBYTES:
-        raise Malformed("no text in front")
+        raise MalformedMessage("no text in front")
     try:
         body = json.loads(text.numpy().tobytes())
     except (ValueError, RecursionError):
-        raise Malformed("no JSON") from None
+        raise MalformedMessage("no JSON") from None
     if not isinstance(body, dict):
-        raise Malformed("no JSON object")
+        raise MalformedMessage("no JSON object")
     kind: Any = _KINDS.get(str(body.pop("", None)))
     if kind is None or kind not in kinds:
-        raise Malformed("a kind that is not due here")
+        raise MalformedMessage("a kind that is not due here")
     values: dict[str, Any] = {}
     for name, expected_type in _FIELDS[kind].items():
         if expected_type is Tensor:
-            values[name] = _tensor(tensors)
+            values[name] = _pop_tensor(tensors)
         elif name not in body:
             if expected_type == str | None:
                 continue
-            raise Malformed(f"{kind.__name__} without {name}")
+            raise MalformedMessage(f"{kind.__name__} without {name}")
         else:
-            values[name] = _checked(body.pop(name), expected_type)
+            values[name] = _parse_value(body.pop(name), expected_type)
     if body or tensors:
-        raise Malformed(f"{kind.__name__} with more than it has")
+        raise MalformedMessage(f"{kind.__name__} with more than it has")
     message: M = kind(**values)
     return message
 
 
-def _tensor(tensors: list[Tensor]) -> Tensor:
+def _pop_tensor(tensors: list[Tensor]) -> Tensor:
     if not tensors:
-        raise Malformed("a tensor is missing")
+        raise MalformedMessage("a tensor is missing")
     tensor = tensors.pop(0)
     if tensor.dtype != torch.float64 or tensor.dim() > 2 or not bool(torch.isfinite(tensor).all()):
-        raise Malformed("a tensor that is no matrix of finite float64 numbers")
+        raise MalformedMessage("a tensor that is no matrix of finite float64 numbers")
     return tensor
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(entry) for entry in value]
+        return [_to_json(entry) for entry in value]
     if dataclasses.is_dataclass(value):
-        return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return [_to_json(getattr(value, field.name)) for field in dataclasses.fields(value)]
     return value
 
 
-def _checked(value: Any, due: Any) -> Any:
+def _parse_value(value: Any, expected_type: Any) -> Any:
     """Checks a JSON value against the expected type, and converts it."""
-    if due is float:
+    if expected_type is float:
         if type(value) not in (int, float) or not -_MAX_FLOAT <= value <= _MAX_FLOAT:
-            raise Malformed("no finite number")
+            raise MalformedMessage("no finite number")
         return float(value)
-    due = str if due == str | None else due
-    if due in (int, str, bool):
+    expected_type = str if expected_type == str | None else expected_type
+    if expected_type in (int, str, bool):
         if (
-            type(value) is not due
-            or (due is int and not -1 <= value < 1 << 48)
-            or (due is str and (len(value) > _MAX_STRING or not value.isprintable()))
+            type(value) is not expected_type
+            or (expected_type is int and not -1 <= value < 1 << 48)
+            or (expected_type is str and (len(value) > _MAX_STRING or not value.isprintable()))
         ):
-            raise Malformed(f"no {due.__name__} in its range")
+            raise MalformedMessage(f"no {expected_type.__name__} in its range")
         return value
     if not isinstance(value, list) or len(value) > _MAX_LIST:
-        raise Malformed("no list, or too long a one")
-    if typing.get_origin(due) is tuple:
-        return tuple(_checked(entry, typing.get_args(due)[0]) for entry in value)
-    fields = _FIELDS[due]
+        raise MalformedMessage("no list, or too long a one")
+    if typing.get_origin(expected_type) is tuple:
+        return tuple(_parse_value(entry, typing.get_args(expected_type)[0]) for entry in value)
+    fields = _FIELDS[expected_type]
     if len(value) != len(fields):
-        raise Malformed(f"no {due.__name__}")
-    return due(*(_checked(entry, kind) for entry, kind in zip(value, fields.values(), strict=True)))
+        raise MalformedMessage(f"no {expected_type.__name__}")
+    return expected_type(
+        *(_parse_value(entry, kind) for entry, kind in zip(value, fields.values(), strict=True))
+    )

@@ -15,21 +15,21 @@ from typing_extensions import override
 
 from farflung.data import TensorDataset, a9a, covtype
 from farflung.errors import ConfigError, DataError, UnknownName
-from farflung.files import reading
-from farflung.seeding import generator
+from farflung.files import wrap_read_errors
+from farflung.seeding import create_generator
 
-__all__ = ["LARGEST", "Part", "partitioned", "read_samples"]
+__all__ = ["MAX_FEATURE", "DataShard", "partition_rows", "read_samples"]
 
-LARGEST = 1e150
+MAX_FEATURE = 1e150
 """Largest feature; squares of larger ones may not be finite in float64."""
 
-_SETS: dict[str, Callable[[], tuple[TensorDataset, TensorDataset]]] = {
+_DATASETS: dict[str, Callable[[], tuple[TensorDataset, TensorDataset]]] = {
     "a9a": a9a.load,
     "covtype": covtype.load,
 }
 
 
-def partitioned(rows: int, partitions: int) -> list[slice]:
+def partition_rows(rows: int, partitions: int) -> list[slice]:
     """Splits rows into consecutive partitions, of which the first ones may have one row more.
 
     >>> partition_rows(5, 2)
@@ -41,7 +41,7 @@ def partitioned(rows: int, partitions: int) -> list[slice]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DataShard:
     """One of several shards of rows of nearly equal size.
 
     Args:
@@ -51,11 +51,11 @@ class Part:
     """
 
     number: int
-    of: int
+    num_parts: int
     seed: int | None = None
 
     @staticmethod
-    def parse(text: str, seed: int | None = None) -> Part:
+    def parse(text: str, seed: int | None = None) -> DataShard:
         """Parses ``I/K``.
 
         Raises:
@@ -64,31 +64,31 @@ class Part:
         match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
         if match is None:
             raise ConfigError(f"part {text!r}: write it as I/K, such as 1/4")
-        part = Part(int(match[1]), int(match[2]), seed)
-        if not 1 <= part.number <= part.of:
-            raise ConfigError(f"part {text}: the part must be between 1 and {part.of}")
+        part = DataShard(int(match[1]), int(match[2]), seed)
+        if not 1 <= part.number <= part.num_parts:
+            raise ConfigError(f"part {text}: the part must be between 1 and {part.num_parts}")
         return part
 
-    def rows(self, count: int) -> Tensor:
+    def select_rows(self, count: int) -> Tensor:
         """Selects this shard of a number of rows.
 
         Raises:
           ConfigError: there are more shards than rows.
         """
-        if count < self.of:
+        if count < self.num_parts:
             raise ConfigError(f"part {self}: there are {count} rows")
         order = torch.arange(count)
         if self.seed is not None:
-            order = torch.randperm(count, generator=generator(self.seed, "coded", "parts"))
-        return order[partitioned(count, self.of)[self.number - 1]]
+            order = torch.randperm(count, generator=create_generator(self.seed, "coded", "parts"))
+        return order[partition_rows(count, self.num_parts)[self.number - 1]]
 
     @override
     def __str__(self) -> str:
         suffix = "" if self.seed is None else f" of seed {self.seed}"
-        return f"{self.number}/{self.of}{suffix}"
+        return f"{self.number}/{self.num_parts}{suffix}"
 
 
-def read_samples(data: str, part: Part | None = None, *, test: bool = False) -> tuple[Tensor, Tensor]:
+def read_samples(data: str, part: DataShard | None = None, *, test: bool = False) -> tuple[Tensor, Tensor]:
     """Reads features and labels, float64.
 
     Args:
@@ -104,19 +104,22 @@ def read_samples(data: str, part: Part | None = None, *, test: bool = False) -> 
     if data.endswith(".npz"):
         samples, labels = _read(Path(data))
         if part is not None:
-            rows = part.rows(len(samples))
+            rows = part.select_rows(len(samples))
             samples, labels = samples[rows], labels[rows]
         return samples, labels
-    if data not in _SETS:
-        raise UnknownName("data", data, [*_SETS, "a file ending in .npz"])
-    dataset = _SETS[data]()[test]
-    rows = torch.arange(len(dataset)) if part is None else part.rows(len(dataset))
+    if data not in _DATASETS:
+        raise UnknownName("data", data, [*_DATASETS, "a file ending in .npz"])
+    dataset = _DATASETS[data]()[test]
+    rows = torch.arange(len(dataset)) if part is None else part.select_rows(len(dataset))
     batch = dataset.take(rows, train=False)
     return batch.inputs.to(torch.float64), batch.targets.to(torch.float64)
 
 
 def _read(path: Path) -> tuple[Tensor, Tensor]:
-    with reading(path, "not a file of arrays", DataError), np.load(path, allow_pickle=False) as arrays:
+    with (
+        wrap_read_errors(path, "not a file of arrays", DataError),
+        np.load(path, allow_pickle=False) as arrays,
+    ):
         if missing_arrays := {"x", "y"} - set(arrays.files):
             raise DataError(f"{path}: it has no array {sorted(missing_arrays)[0]!r}; arrays x and y are due")
         x, y = arrays["x"], arrays["y"]
@@ -127,8 +130,8 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
     for name, array in (("x", x), ("y", y)):
         if array.dtype.kind not in "biuf" or not np.isfinite(array).all():
             raise DataError(f"{path}: {name} holds something else than finite numbers")
-    if np.abs(x).max() > LARGEST:
+    if np.abs(x).max() > MAX_FEATURE:
         raise DataError(
-            f"{path}: x holds numbers above {LARGEST:g}, whose squares may not be finite: scale them"
+            f"{path}: x holds numbers above {MAX_FEATURE:g}, whose squares may not be finite: scale them"
         )
     return torch.from_numpy(x.astype(np.float64)), torch.from_numpy(y.astype(np.float64))

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from farflung.coded.linear_model import Problem
 from farflung.errors import BadSamples
-from farflung.seeding import generator
+from farflung.seeding import create_generator
 
 __all__ = ["ColumnStats", "Preconditioner"]
 
-_PROBES = 8
+_NUM_PROBES = 8
 """Number of random combinations of samples for the sizes; their relative error is one half."""
 _SPREAD = 1e3
 """Factor around the median within which curvatures count as equal, since L-BFGS learns those quickly."""
-_CURVATURE = 2.0
+_MAX_CURVATURE = 2.0
 """Maximum assumed curvature; the hinge has more only in its parabola, with few samples."""
 
 
@@ -47,13 +47,13 @@ class ColumnStats:
         weights = torch.ones(samples, 1, dtype=torch.float64)
         if problem.sample_weights is not None:
             weights = problem.sample_weights.mean(dim=1, keepdim=True)
-        random = generator(0, "column sizes")
-        probes = torch.randn(samples, _PROBES, generator=random, dtype=torch.float64) * weights.sqrt()
-        sums = await problem.products.transposed_times(torch.cat([weights, probes], dim=1))
+        random = create_generator(0, "column sizes")
+        probes = torch.randn(samples, _NUM_PROBES, generator=random, dtype=torch.float64) * weights.sqrt()
+        sums = await problem.products.multiply_transposed(torch.cat([weights, probes], dim=1))
         total = float(weights.sum())
         means = sums[:, :1] / total
         deviations = sums[:, 1:] - means * probes.sum(dim=0)
-        return cls(means, deviations.norm(dim=1, keepdim=True) / _PROBES**0.5, total)
+        return cls(means, deviations.norm(dim=1, keepdim=True) / _NUM_PROBES**0.5, total)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,14 +77,14 @@ class Preconditioner:
     shear: Tensor
 
     @classmethod
-    def of(cls, problem: Problem, stats: ColumnStats) -> Self:
+    def from_problem(cls, problem: Problem, stats: ColumnStats) -> Self:
         """Builds the preconditioner of a problem from its columns.
 
         Raises:
           BadSamples: squares of the features are infinite.
         """
         objective = problem.objective
-        curvature = objective.loss_weight * min(objective.curvature, _CURVATURE)
+        curvature = objective.loss_weight * min(objective.curvature, _MAX_CURVATURE)
         scales = curvature * stats.sizes**2 + float(objective.has_penalty)
         scales = torch.where(scales > 0, scales, 1.0)
         tilt, shear = (curvature * stats.total) ** 0.5 * stats.means, torch.zeros_like(stats.means)

@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from farflung.coded.linear_model import Classes
-from farflung.coded.registry import Registry
+from farflung.coded.registry import BlockRegistry
 from farflung.errors import CheckpointError, ConfigError, DataError
-from farflung.files import JsonLinesFile, RunFiles, held, json_lines, reading, write_json
+from farflung.files import JsonLinesFile, RunFiles, lock_folder, read_json_lines, wrap_read_errors, write_json
 from farflung.state_trees import load_tree, save_tree
 from farflung.telemetry import Event, Sink
 from farflung.types import Json, State
 
 __all__ = ["Folder", "Record"]
 
-_MAY_CHANGE = {"devices", "max_iterations", "patience_s", "tolerance"}
+_MUTABLE_SETTINGS = {"devices", "max_iterations", "patience_s", "tolerance"}
 """Settings that may change when a run resumes."""
-_DAMAGED = "damaged; start the run afresh"
+_DAMAGED_TEXT = "damaged; start the run afresh"
 
 
 class Record:
@@ -37,28 +37,28 @@ class Record:
       StorageError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, told: Sink = lambda event: None) -> None:
-        self._folder, self._told = folder, told
+    def __init__(self, folder: Path, sink: Sink = lambda event: None) -> None:
+        self._folder, self._sink = folder, sink
         self._events = JsonLinesFile(folder / "events.jsonl")
-        self._labelled = 0
+        self._num_labelled = 0
         """Number of partitions whose labels are stored; labels of a partition never change."""
 
-    def tell(self, event: str, **values: Json) -> None:
+    def record_event(self, event: str, **values: Json) -> None:
         """Appends an event."""
         entry: Event = {"event": event, **values}
         self._events.add(entry, flush=True)
-        self._told(entry)
+        self._sink(entry)
 
-    def keep_registry(self, registry: Registry) -> None:
+    def save_registry(self, registry: BlockRegistry) -> None:
         """Writes the registry, before a device acts on it."""
-        tree = registry.tree()
+        tree = registry.to_tree()
         labels = {number: partition.pop("labels") for number, partition in tree["partitions"].items()}
-        if len(labels) != self._labelled:
+        if len(labels) != self._num_labelled:
             save_tree(self._folder / "labels.safetensors", labels)
-            self._labelled = len(labels)
+            self._num_labelled = len(labels)
         save_tree(self._folder / "registry.safetensors", tree)
 
-    def registry(self) -> Registry | None:
+    def load_registry(self) -> BlockRegistry | None:
         """Reads the registry; returns ``None`` if the run is new.
 
         Raises:
@@ -68,16 +68,16 @@ class Record:
         if not path.exists():
             return None
         tree = load_tree(path)
-        with reading(path, _DAMAGED, CheckpointError):
+        with wrap_read_errors(path, _DAMAGED_TEXT, CheckpointError):
             for number, labels in load_tree(self._folder / "labels.safetensors").items():
                 tree["partitions"][number]["labels"] = labels
-            return Registry.from_tree(tree)
+            return BlockRegistry.from_tree(tree)
 
-    def keep_state(self, state: State) -> None:
+    def save_state(self, state: State) -> None:
         """Writes the state of the solver, after an iterate."""
         save_tree(self._folder / "state.safetensors", state)
 
-    def state(self) -> State | None:
+    def load_state(self) -> State | None:
         """Reads the state of the solver; returns ``None`` if there is none yet."""
         path = self._folder / "state.safetensors"
         return load_tree(path) if path.exists() else None
@@ -101,7 +101,7 @@ class Folder(RunFiles):
         self.picture = path / "run.png"
 
     @contextmanager
-    def begun(self, settings: Mapping[str, Json]) -> Iterator[str]:
+    def start_run(self, settings: Mapping[str, Json]) -> Iterator[str]:
         """Creates the folder or resumes from it, and locks it against other processes.
 
         Args:
@@ -114,33 +114,33 @@ class Folder(RunFiles):
           ConfigError: the folder has another or a finished run, or another process uses it.
           StorageError: the folder cannot be written.
         """
-        with held(self.path, "coordinates a run"):
-            name = self._found(settings) if self.config.exists() else secrets.token_hex(8)
-            write_json(self.config, {"coded_run": name, **settings})
+        with lock_folder(self.path, "coordinates a run"):
+            name = self._check_settings(settings) if self.config_path.exists() else secrets.token_hex(8)
+            write_json(self.config_path, {"coded_run": name, **settings})
             yield name
 
-    def _found(self, settings: Mapping[str, Json]) -> str:
-        stored = self.stored_config()
+    def _check_settings(self, settings: Mapping[str, Json]) -> str:
+        stored = self.load_config()
         name = stored.pop("coded_run", None)
         if not isinstance(name, str):
             raise ConfigError(f"{self.path} holds a run of another kind: choose another --folder")
-        for setting in sorted(settings.keys() - _MAY_CHANGE):
+        for setting in sorted(settings.keys() - _MUTABLE_SETTINGS):
             if stored.get(setting) != settings[setting]:
                 raise ConfigError(
                     f"{self.path} holds another run: its {setting} is {stored.get(setting)}, not {settings[setting]}: "
                     "choose another --folder, or go on with its settings"
                 )
-        if self.summary.exists() and self.stored_summary().get("converged"):
+        if self.summary_path.exists() and self.load_summary().get("converged"):
             raise ConfigError(
                 f"{self.path}: the run in this folder has converged already; choose another --folder"
             )
         return name
 
-    def keep_classes(self, classes: Classes) -> Classes:
+    def resolve_classes(self, classes: Classes) -> Classes:
         """Writes the classes of a new run, or reads those of a resumed one."""
         if self.classes.exists():
-            with reading(self.classes, _DAMAGED, CheckpointError):
-                stored = self.stored(self.classes)
+            with wrap_read_errors(self.classes, _DAMAGED_TEXT, CheckpointError):
+                stored = self.load_json(self.classes)
                 labels = stored["labels"]
                 if not isinstance(labels, list):
                     raise TypeError("no labels")
@@ -148,7 +148,7 @@ class Folder(RunFiles):
         write_json(self.classes, {"labels": list(classes.labels)})
         return classes
 
-    def told(self) -> list[Event]:
+    def load_events(self) -> list[Event]:
         """Reads all events, in order.
 
         Raises:
@@ -161,5 +161,5 @@ class Folder(RunFiles):
                 raise TypeError("no name of an event, or no time")
             events.append(event)
 
-        json_lines(self.events, "not an event; the file is damaged", add_event, DataError)
+        read_json_lines(self.events, "not an event; the file is damaged", add_event, DataError)
         return events

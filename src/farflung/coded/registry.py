@@ -9,21 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from farflung.coded.codes import rank, redundancy
+from farflung.coded.codes import compute_rank, compute_redundancy
 from farflung.coded.messages import Columns, Rows
 from farflung.types import State
 
-__all__ = ["Block", "Kind", "Member", "Partition", "Placed", "Registry", "matrix"]
+__all__ = ["Block", "BlockRegistry", "DevicePartition", "DeviceState", "Kind", "PlacedBlock", "build_matrix"]
 
 Kind = Literal["rows", "columns"]
 """Kind of a block: for products with weights, or with residuals."""
 
-_TRIES = 3
+_MAX_FAILURES = 3
 """Number of consecutive failures after which a device gets no orders for a while."""
 
 
 @dataclass(slots=True)
-class Partition:
+class DevicePartition:
     """Samples that a device has brought.
 
     Args:
@@ -38,7 +38,7 @@ class Partition:
     name: str
     labels: Tensor
     block: int
-    active: bool = False
+    is_active: bool = False
 
     @property
     def rows(self) -> int:
@@ -65,21 +65,21 @@ class Block:
     kind: Kind
     coefficients: Mapping[int, float]
     holder: int | None
-    ready: bool = False
+    is_ready: bool = False
     parts: set[int] = field(default_factory=set)
-    making: set[int] = field(default_factory=set)
-    replaces: int | None = None
-    begun_by: int | None = None
+    pending_parts: set[int] = field(default_factory=set)
+    replaced_block: int | None = None
+    partial_holder: int | None = None
 
     @property
-    def raw(self) -> int | None:
+    def raw_unknown(self) -> int | None:
         """The single partition, or column block, that it copies; None if it is coded."""
         (entry, *extra) = self.coefficients.items()
         return entry[0] if not extra and entry[1] == 1.0 else None
 
 
 @dataclass(slots=True)
-class Member:
+class DeviceState:
     """A device that takes part.
 
     Args:
@@ -92,16 +92,16 @@ class Member:
     """
 
     rank: int
-    silent: bool = False
-    leaving: bool = False
-    unable: bool = False
+    is_silent: bool = False
+    is_leaving: bool = False
+    cannot_build: bool = False
     failures: int = 0
     fetched_nbytes: int = 0
 
     @property
-    def rests(self) -> bool:
+    def is_backing_off(self) -> bool:
         """Returns True if the device gets no orders for a while after repeated failures."""
-        return self.failures >= _TRIES
+        return self.failures >= _MAX_FAILURES
 
     @property
     def is_stuck(self) -> bool:
@@ -121,7 +121,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedBlock:
     """A block that its holder is to build or extend.
 
     Args:
@@ -133,12 +133,12 @@ class Placed:
     order: Rows | Columns
 
 
-class Registry:
+class BlockRegistry:
     """Members, partitions and blocks."""
 
     def __init__(self) -> None:
-        self.members: dict[int, Member] = {}
-        self.partitions: list[Partition] = []
+        self.devices: dict[int, DeviceState] = {}
+        self.partitions: list[DevicePartition] = []
         self.blocks: dict[int, Block] = {}
         self.features = 0
         """Number of columns of the data; 0 while unknown."""
@@ -147,7 +147,7 @@ class Registry:
 
     # --- as a value -------------------------------------------------------------------------------------------------
 
-    def tree(self) -> State:
+    def to_tree(self) -> State:
         """Returns the state for a restart, without the holders of blocks, which devices report."""
         return {
             "features": self.features,
@@ -156,7 +156,7 @@ class Registry:
                 str(partition.number): {
                     "name": partition.name,
                     "block": partition.block,
-                    "active": partition.active,
+                    "active": partition.is_active,
                     "labels": partition.labels,
                 }
                 for partition in self.partitions
@@ -168,12 +168,14 @@ class Registry:
         }
 
     @classmethod
-    def from_tree(cls, tree: State) -> Registry:
+    def from_tree(cls, tree: State) -> BlockRegistry:
         """Builds a registry without members from the result of :meth:`to_tree`."""
         registry = cls()
         registry.features, registry.bounds = tree["features"], tuple(tree["bounds"])
         for number, data in sorted(tree["partitions"].items(), key=lambda item: int(item[0])):
-            partition = Partition(int(number), data["name"], data["labels"], data["block"], data["active"])
+            partition = DevicePartition(
+                int(number), data["name"], data["labels"], data["block"], data["active"]
+            )
             registry.partitions.append(partition)
         for number, kind, coefficients, parts in tree["blocks"]:
             mix = {int(unknown): float(weight) for unknown, weight in coefficients}
@@ -182,190 +184,203 @@ class Registry:
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def place(self, placed: Placed) -> None:
+    def add_block(self, placed_block: PlacedBlock) -> None:
         """Adds a block that is being built."""
-        block = placed.block
+        block = placed_block.block
         self.blocks[block.number] = block
-        if isinstance(placed.order, Columns):
-            block.making.update(part.partition for part in placed.order.parts)
+        if isinstance(placed_block.order, Columns):
+            block.pending_parts.update(part.partition for part in placed_block.order.parts)
 
-    def lose(self, rank: int) -> None:
+    def remove_member(self, rank: int) -> None:
         """Removes a device and its blocks."""
-        self.members.pop(rank, None)
+        self.devices.pop(rank, None)
         for block in self.blocks.values():
             if block.holder == rank:
-                self.discard(block)
-            if block.begun_by == rank:
-                block.begun_by = None
+                self.release_block(block)
+            if block.partial_holder == rank:
+                block.partial_holder = None
 
-    def forsake(self, partition: Partition) -> None:
+    def drop_partition(self, partition: DevicePartition) -> None:
         """Deactivates a lost partition, and releases the blocks of rows that contain it."""
-        for block in self.of("rows"):
+        for block in self.list_blocks("rows"):
             if partition.number in block.coefficients:
-                self.discard(block)
-        partition.active = False
+                self.release_block(block)
+        partition.is_active = False
 
-    def discard(self, block: Block) -> None:
+    def release_block(self, block: Block) -> None:
         """Removes the holder of a block; the coefficients stay known in case a device returns with it."""
-        block.holder, block.ready = None, False
-        block.making.clear()
+        block.holder, block.is_ready = None, False
+        block.pending_parts.clear()
 
-    def built(self, block: Block, partitions: Iterable[int]) -> None:
+    def mark_built(self, block: Block, partitions: Iterable[int]) -> None:
         """Marks a block as built, or these parts of a block of columns; other orders may be in progress."""
-        block.ready = True
-        built_parts = block.making.intersection(partitions)
+        block.is_ready = True
+        built_parts = block.pending_parts.intersection(partitions)
         block.parts |= built_parts
-        block.making -= built_parts
+        block.pending_parts -= built_parts
 
-    def failed(self, block: Block) -> None:
+    def mark_failed(self, block: Block) -> None:
         """Cancels an order; a block that was ready stays as it was."""
-        block.making.clear()
-        if not block.ready:
-            block.begun_by = block.holder if block.replaces is None else None
-            self.discard(block)
+        block.pending_parts.clear()
+        if not block.is_ready:
+            block.partial_holder = block.holder if block.replaced_block is None else None
+            self.release_block(block)
 
     # --- members and partitions -------------------------------------------------------------------------------------
 
     @property
-    def heard(self) -> list[int]:
+    def responsive_ranks(self) -> list[int]:
         """Ranks that are not silent."""
-        return sorted(rank for rank, member in self.members.items() if not member.silent)
+        return sorted(rank for rank, member in self.devices.items() if not member.is_silent)
 
     @property
-    def hosts(self) -> list[int]:
+    def host_ranks(self) -> list[int]:
         """Ranks that are neither silent nor leaving."""
-        return [rank for rank in self.heard if not self.members[rank].leaving]
+        return [rank for rank in self.responsive_ranks if not self.devices[rank].is_leaving]
 
     @property
-    def makers(self) -> list[int]:
+    def builder_ranks(self) -> list[int]:
         """Hosts that accept orders."""
-        members = self.members
-        return [rank for rank in self.hosts if not (members[rank].unable or members[rank].rests)]
+        members = self.devices
+        return [
+            rank
+            for rank in self.host_ranks
+            if not (members[rank].cannot_build or members[rank].is_backing_off)
+        ]
 
     @property
-    def active(self) -> list[Partition]:
+    def active_partitions(self) -> list[DevicePartition]:
         """Partitions that are trained on."""
-        return [partition for partition in self.partitions if partition.active]
+        return [partition for partition in self.partitions if partition.is_active]
 
     @property
-    def column_blocks(self) -> int:
+    def num_column_blocks(self) -> int:
         """Number of column blocks."""
         return len(self.bounds) - 1
 
-    def named(self, name: str) -> Partition | None:
+    def find_partition(self, name: str) -> DevicePartition | None:
         """Finds a partition by its name."""
         return next((partition for partition in self.partitions if partition.name == name), None)
 
-    def unknowns(self, kind: Kind) -> list[int]:
+    def list_unknowns(self, kind: Kind) -> list[int]:
         """Lists the unknowns of decoding: active partitions, or column blocks."""
         if kind == "rows":
-            return [partition.number for partition in self.active]
-        return list(range(self.column_blocks))
+            return [partition.number for partition in self.active_partitions]
+        return list(range(self.num_column_blocks))
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     @property
-    def next_number(self) -> int:
+    def new_block_number(self) -> int:
         """Number for a new block; blocks without a holder keep theirs."""
         return max(self.blocks, default=-1) + 1
 
-    def of(self, kind: Kind) -> list[Block]:
+    def list_blocks(self, kind: Kind) -> list[Block]:
         """Lists the blocks of a kind that have a holder, built or not."""
         return [block for block in self.blocks.values() if block.kind == kind and block.holder is not None]
 
-    def begun(self, kind: Kind, rank: int | None) -> list[Block]:
+    def list_partial_blocks(self, kind: Kind, rank: int | None) -> list[Block]:
         """Lists the blocks of a kind of which a device has a part that it could not complete."""
         blocks = self.blocks.values()
-        return [block for block in blocks if block.kind == kind and block.begun_by == rank is not None]
+        return [block for block in blocks if block.kind == kind and block.partial_holder == rank is not None]
 
-    def there(self, kind: Kind, *, silent: bool = False) -> list[Block]:
+    def list_ready_blocks(self, kind: Kind, *, include_silent: bool = False) -> list[Block]:
         """Lists the built blocks of responsive devices, or of silent ones too."""
-        ranks = set(self.members) if silent else set(self.heard)
-        return [block for block in self.of(kind) if block.ready and block.holder in ranks]
+        ranks = set(self.devices) if include_silent else set(self.responsive_ranks)
+        return [block for block in self.list_blocks(kind) if block.is_ready and block.holder in ranks]
 
-    def answering(self, kind: Kind) -> list[Block]:
+    def list_product_blocks(self, kind: Kind) -> list[Block]:
         """Lists the blocks whose answers are products of all active partitions."""
-        active = {partition.number for partition in self.active}
+        active = {partition.number for partition in self.active_partitions}
         if kind == "rows":
-            return [block for block in self.there(kind) if active.issuperset(block.coefficients)]
-        return [block for block in self.there(kind) if active.issubset(block.parts)]
+            return [block for block in self.list_ready_blocks(kind) if active.issuperset(block.coefficients)]
+        return [block for block in self.list_ready_blocks(kind) if active.issubset(block.parts)]
 
-    def raw(self, partition: Partition) -> Block | None:
+    def find_raw_block(self, partition: DevicePartition) -> Block | None:
         """Finds the raw block of a partition on a responsive device."""
-        return next((block for block in self.there("rows") if block.raw == partition.number), None)
+        return next(
+            (block for block in self.list_ready_blocks("rows") if block.raw_unknown == partition.number), None
+        )
 
-    def making(self) -> list[Block]:
+    def list_pending_blocks(self) -> list[Block]:
         """Lists the blocks that responsive devices are building."""
-        ranks = self.heard
+        ranks = self.responsive_ranks
         return [
             block
             for block in self.blocks.values()
-            if block.holder in ranks and (not block.ready or block.making)
+            if block.holder in ranks and (not block.is_ready or block.pending_parts)
         ]
 
-    def can_go(self, rank: int) -> bool:
+    def can_leave(self, rank: int) -> bool:
         """Returns True if other devices hold all raw blocks of a device."""
         for kind in ("rows", "columns"):
-            ready_blocks = self.there(kind)
+            ready_blocks = self.list_ready_blocks(kind)
             peer_blocks = [block for block in ready_blocks if block.holder != rank]
             for block in ready_blocks:
-                if block.holder == rank and block.raw is not None:
-                    if not any(copy.raw == block.raw and copy.parts >= block.parts for copy in peer_blocks):
+                if block.holder == rank and block.raw_unknown is not None:
+                    if not any(
+                        copy.raw_unknown == block.raw_unknown and copy.parts >= block.parts
+                        for copy in peer_blocks
+                    ):
                         return False
         return True
 
     # --- rank -------------------------------------------------------------------------------------------------------
 
-    def determine(self, blocks: Sequence[Block], unknowns: Sequence[int]) -> bool:
+    def has_full_rank(self, blocks: Sequence[Block], unknowns: Sequence[int]) -> bool:
         """Returns True if blocks determine all unknowns."""
-        return rank(matrix(blocks, unknowns)) == len(unknowns)
+        return compute_rank(build_matrix(blocks, unknowns)) == len(unknowns)
 
-    def decodable(self, kind: Kind) -> bool:
+    def is_decodable(self, kind: Kind) -> bool:
         """Returns True if the answers of responsive devices determine a product."""
         if kind == "rows":
-            return self.determine(self.there(kind), self.unknowns(kind))
-        return self.determine(self.answering(kind), self.unknowns(kind))
+            return self.has_full_rank(self.list_ready_blocks(kind), self.list_unknowns(kind))
+        return self.has_full_rank(self.list_product_blocks(kind), self.list_unknowns(kind))
 
-    def trainable(self, partition: Partition, kinds: Sequence[Kind]) -> bool:
+    def is_trainable(self, partition: DevicePartition, kinds: Sequence[Kind]) -> bool:
         """Returns True if enough blocks contain the rows of a partition to train on it."""
         if "columns" not in kinds:
-            return self.raw(partition) is not None
-        blocks = [block for block in self.there("columns") if partition.number in block.parts]
-        return bool(self.bounds) and self.determine(blocks, self.unknowns("columns"))
+            return self.find_raw_block(partition) is not None
+        blocks = [block for block in self.list_ready_blocks("columns") if partition.number in block.parts]
+        return bool(self.bounds) and self.has_full_rank(blocks, self.list_unknowns("columns"))
 
-    def recoverable(self, partition: Partition) -> bool:
+    def is_recoverable(self, partition: DevicePartition) -> bool:
         """Returns True if blocks of rows determine a partition, those of silent devices included."""
-        blocks = self.there("rows", silent=True)
-        if any(block.raw == partition.number for block in blocks):
+        blocks = self.list_ready_blocks("rows", include_silent=True)
+        if any(block.raw_unknown == partition.number for block in blocks):
             return True
         unknowns = [candidate.number for candidate in self.partitions]
-        return not _undetermined(blocks, unknowns, [partition.number])
+        return not _list_undetermined(blocks, unknowns, [partition.number])
 
-    def missing(self, kind: Kind) -> list[int]:
+    def list_undetermined(self, kind: Kind) -> list[int]:
         """Lists the unknowns that the answers of responsive devices do not determine."""
-        unknowns = self.unknowns(kind)
-        return _undetermined(self.answering(kind), unknowns, unknowns)
+        unknowns = self.list_unknowns(kind)
+        return _list_undetermined(self.list_product_blocks(kind), unknowns, unknowns)
 
-    def redundancy(self, kind: Kind, most: int = 2) -> int:
+    def compute_redundancy(self, kind: Kind, max_losses: int = 2) -> int:
         """Computes the number of devices that may vanish, in the worst case; -1 if some are missing already.
 
         Args:
           kind: Kind of product.
           max_losses: Maximum number of losses to test.
         """
-        unknowns, blocks = self.unknowns(kind), self.answering(kind)
+        unknowns, blocks = self.list_unknowns(kind), self.list_product_blocks(kind)
         holders = [block.holder for block in blocks]
-        return redundancy(matrix(blocks, unknowns), holders, enough=most)
+        return compute_redundancy(build_matrix(blocks, unknowns), holders, max_losses=max_losses)
 
 
-def matrix(blocks: Sequence[Block], unknowns: Sequence[int]) -> Tensor:
+def build_matrix(blocks: Sequence[Block], unknowns: Sequence[int]) -> Tensor:
     """Builds the matrix of coefficients, (blocks, unknowns)."""
     return torch.tensor(
         [[block.coefficients.get(k, 0.0) for k in unknowns] for block in blocks], dtype=torch.float64
     ).reshape(len(blocks), len(unknowns))
 
 
-def _undetermined(blocks: Sequence[Block], unknowns: Sequence[int], among: Sequence[int]) -> list[int]:
-    rows, eye = matrix(blocks, unknowns), torch.eye(len(unknowns), dtype=torch.float64)
-    base_rank = rank(rows)
-    return [k for k in among if rank(torch.cat([rows, eye[unknowns.index(k)][None]])) > base_rank]
+def _list_undetermined(
+    blocks: Sequence[Block], unknowns: Sequence[int], candidates: Sequence[int]
+) -> list[int]:
+    rows, eye = build_matrix(blocks, unknowns), torch.eye(len(unknowns), dtype=torch.float64)
+    base_rank = compute_rank(rows)
+    return [
+        k for k in candidates if compute_rank(torch.cat([rows, eye[unknowns.index(k)][None]])) > base_rank
+    ]

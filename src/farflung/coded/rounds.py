@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from farflung.coded.blocks import piece_of
+from farflung.coded.blocks import compute_piece_bounds
 from farflung.coded.codes import Decoder, Plan
-from farflung.coded.messages import Malformed, Multiply
-from farflung.coded.registry import Block, Kind, matrix
+from farflung.coded.messages import MalformedMessage, Multiply
+from farflung.coded.registry import Block, Kind, build_matrix
 from farflung.types import Json, Payload
 
 __all__ = ["Deadline", "Round"]
 
-_FACTOR = 3.0
+_DEADLINE_FACTOR = 3.0
 
 
 @dataclass(slots=True)
@@ -43,16 +43,16 @@ class Round:
     operand: Tensor
     partitions: tuple[int, ...]
     pieces: int
-    due: Sequence[frozenset[int]] | None = None
-    asked: dict[int, set[int]] = field(default_factory=dict)
+    replayed_blocks: Sequence[frozenset[int]] | None = None
+    requested_blocks: dict[int, set[int]] = field(default_factory=dict)
     """Blocks that each device was asked to multiply."""
-    owed: Counter[int] = field(default_factory=Counter)
+    pending_pieces: Counter[int] = field(default_factory=Counter)
     """Number of pieces that each device has not answered."""
-    answered: set[int] = field(default_factory=set)
+    responders: set[int] = field(default_factory=set)
     """Devices that have sent a piece since the last check."""
-    late: int = 0
+    num_late: int = 0
     """Number of answers for pieces that were already decoded."""
-    overflowed: bool = False
+    has_overflowed: bool = False
     """True if a device has sent numbers that are not finite."""
     products: list[Tensor] = field(default_factory=list)
     """Product of each unknown, complete at the end of the round."""
@@ -71,7 +71,7 @@ class Round:
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
-    def tasks(self, blocks: Sequence[Block], since: int) -> dict[int, Multiply]:
+    def build_tasks(self, blocks: Sequence[Block], first_open_round: int) -> dict[int, Multiply]:
         """Builds the tasks of devices, by rank, for blocks that were not requested yet.
 
         Each device begins with another piece. So all pieces are decoded at about the same time, and the answers
@@ -79,17 +79,17 @@ class Round:
         """
         new_blocks: dict[int, list[Block]] = {}
         for block in blocks:
-            if block.holder is not None and block.number not in self.asked.get(block.holder, ()):
+            if block.holder is not None and block.number not in self.requested_blocks.get(block.holder, ()):
                 new_blocks.setdefault(block.holder, []).append(block)
-        tasks, devices = {}, len(self.asked.keys() | new_blocks.keys())
+        tasks, devices = {}, len(self.requested_blocks.keys() | new_blocks.keys())
         for rank, own_blocks in sorted(new_blocks.items()):
-            first = len(self.asked) * self.pieces // devices % self.pieces
-            self.asked.setdefault(rank, set()).update(block.number for block in own_blocks)
-            self.owed[rank] += self.pieces * len(own_blocks)
+            first = len(self.requested_blocks) * self.pieces // devices % self.pieces
+            self.requested_blocks.setdefault(rank, set()).update(block.number for block in own_blocks)
+            self.pending_pieces[rank] += self.pieces * len(own_blocks)
             self._blocks.update((block.number, block) for block in own_blocks)
             tasks[rank] = Multiply(
                 self.number,
-                since,
+                first_open_round,
                 tuple(block.number for block in own_blocks),
                 self.partitions,
                 max(self.heights),
@@ -99,68 +99,72 @@ class Round:
             )
         return tasks
 
-    def lose(self, rank: int) -> None:
+    def drop_device(self, rank: int) -> None:
         """Removes the tasks of a lost device, as a later one may have its rank."""
-        self.asked.pop(rank, None)
-        self.owed.pop(rank, None)
+        self.requested_blocks.pop(rank, None)
+        self.pending_pieces.pop(rank, None)
 
-    def silent(self) -> set[int]:
+    def pop_silent_devices(self) -> set[int]:
         """Returns the devices that owe pieces and have sent none since the last check."""
-        ranks = {rank for rank, pieces in self.owed.items() if pieces > 0} - self.answered
-        self.answered.clear()
+        ranks = {rank for rank, pieces in self.pending_pieces.items() if pieces > 0} - self.responders
+        self.responders.clear()
         return ranks
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def serves(self, block: Block) -> bool:
+    def can_use_block(self, block: Block) -> bool:
         """Returns True if a block contains only unknowns of this round."""
         return set(self.unknowns).issuperset(block.coefficients)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Returns True if all pieces are decoded."""
         return len(self._plans) == self.pieces
 
     def is_hopeless(self, ranks: Iterable[int]) -> bool:
         """Returns True if pieces are missing after an overflow, and none of these devices owes one."""
-        return self.overflowed and not self.complete and not any(self.owed[rank] > 0 for rank in ranks)
+        return (
+            self.has_overflowed
+            and not self.is_complete
+            and not any(self.pending_pieces[rank] > 0 for rank in ranks)
+        )
 
-    def decision(self) -> Json:
+    def list_decoding_blocks(self) -> Json:
         """Lists the blocks by which each piece was decoded, for a replay."""
-        return [list[Json](self._plans[piece].answers) for piece in range(self.pieces)]
+        return [list[Json](self._plans[piece].indices) for piece in range(self.pieces)]
 
-    def take(self, rank: int, payload: Payload) -> None:
+    def add_answer(self, rank: int, payload: Payload) -> None:
         """Adds an answer, and decodes its piece if possible.
 
         Raises:
           MalformedMessage: it does not belong to this round, or is not finite.
         """
-        parts = list(payload.tensors())
+        parts = list(payload.iter_tensors())
         if len(parts) != 2 or parts[0].dtype != torch.int64 or parts[0].shape != (2,):
-            raise Malformed("no answer")
+            raise MalformedMessage("no answer")
         (number, piece), product = parts[0].tolist(), parts[1]
-        if number not in self.asked.get(rank, ()) or not 0 <= piece < self.pieces:
-            raise Malformed("an answer that was not asked for")
-        begin, end = piece_of(max(self.heights), self.pieces, piece)
+        if number not in self.requested_blocks.get(rank, ()) or not 0 <= piece < self.pieces:
+            raise MalformedMessage("an answer that was not asked for")
+        begin, end = compute_piece_bounds(max(self.heights), self.pieces, piece)
         block = self._blocks[number]
         heights = zip(self.unknowns, self.heights, strict=True)
         height = max(rows for unknown, rows in heights if unknown in block.coefficients)
         rows = max(0, min(end, height) - begin)
         if product.dtype != torch.float64 or product.shape != (rows, self.operand.shape[1]):
-            raise Malformed("no product of the size that was asked for")
-        self.answered.add(rank)
-        self.owed[rank] -= 1
+            raise MalformedMessage("no product of the size that was asked for")
+        self.responders.add(rank)
+        self.pending_pieces[rank] -= 1
         if not bool(torch.isfinite(product).all()):
-            self.overflowed = True
-            raise Malformed("a product that is not finite")
+            self.has_overflowed = True
+            raise MalformedMessage("a product that is not finite")
         answers, decoder = self._answers[piece], self._decoders[piece]
         if piece in self._plans or number in answers:
-            self.late += 1
+            self.num_late += 1
             return
-        if self.due is not None and number not in self.due[piece]:
+        if self.replayed_blocks is not None and number not in self.replayed_blocks[piece]:
             return
         answers[number] = pad(product, (0, 0, 0, end - begin - rows)) if rows < end - begin else product
-        decoder.add(number, matrix([block], self.unknowns)[0])
+        decoder.add(number, build_matrix([block], self.unknowns)[0])
         if (plan := decoder.plan()) is not None:
             for total, part in zip(self.products, plan.apply(answers), strict=True):
                 if begin < len(total):
@@ -184,16 +188,16 @@ class Deadline:
     References: Jacobson & Karels 1988; RFC 6298.
     """
 
-    def __init__(self, first_s: float, least_s: float) -> None:
-        self.seconds, self._least_s = first_s, least_s
+    def __init__(self, initial_s: float, min_s: float) -> None:
+        self.timeout_s, self._min_s = initial_s, min_s
         self._mean: float | None = None
         self._deviation = 0.0
 
-    def learn(self, seconds: float) -> None:
+    def record_duration(self, duration_s: float) -> None:
         """Updates the timeout with a duration."""
         if self._mean is None:
-            self._mean, self._deviation = seconds, seconds / 2
+            self._mean, self._deviation = duration_s, duration_s / 2
         else:
-            self._deviation += (abs(seconds - self._mean) - self._deviation) / 4
-            self._mean += (seconds - self._mean) / 8
-        self.seconds = max(self._least_s, _FACTOR * (self._mean + 4 * self._deviation))
+            self._deviation += (abs(duration_s - self._mean) - self._deviation) / 4
+            self._mean += (duration_s - self._mean) / 8
+        self.timeout_s = max(self._min_s, _DEADLINE_FACTOR * (self._mean + 4 * self._deviation))

@@ -24,7 +24,7 @@ from farflung.coded.linear_model import (
     Objective,
     Problem,
 )
-from farflung.coded.meeting import Address, coordinating
+from farflung.coded.meeting import Address, start_coordinator
 from farflung.coded.record import Folder, Record
 from farflung.coded.solvers import SOLVERS, Iterate, OneVsRest, Solver
 from farflung.comm import Endpoint
@@ -36,7 +36,7 @@ from farflung.tasks import Pending
 from farflung.telemetry import Event, Sink
 from farflung.types import Json, State
 
-__all__ = ["Learner", "Trained", "coordinate", "simulate", "train"]
+__all__ = ["Learner", "TrainingResult", "run_coordinator", "simulate", "train"]
 
 T = TypeVar("T")
 
@@ -76,23 +76,23 @@ class Learner:
             raise ConfigError(f"loss = {self.loss!r}: it is the svc's; logistic regression has its own")
         if self.loss is not None and self.loss not in LOSSES:
             raise UnknownName("loss", self.loss, LOSSES)
-        self.objective(2)
-        self.minimiser(2)
+        self.build_objective(2)
+        self.build_solver(2)
 
-    def objective(self, classes: int) -> Objective:
+    def build_objective(self, classes: int) -> Objective:
         """Builds the objective for a number of classes."""
         if self.model == "svc":
             return LOSSES[self.loss or "squared_hinge"](C=self.C)
         return Logistic(C=self.C) if classes == 2 else Multinomial(C=self.C, classes=classes)
 
-    def targets(self, codes: Tensor, classes: int) -> Tensor:
+    def build_targets(self, codes: Tensor, classes: int) -> Tensor:
         """Builds the objective's targets from the class number of each sample."""
         if self.model == "logistic" and classes > 2:
             return codes
         positive_codes = torch.arange(classes) if classes > 2 else torch.tensor([1])
         return torch.where(codes[:, None] == positive_codes, 1.0, -1.0).to(torch.float64)
 
-    def minimiser(self, classes: int) -> Solver[Any]:
+    def build_solver(self, classes: int) -> Solver[Any]:
         """Builds the solver for a number of classes."""
         solver: Any = build("solver", self.solver or "lbfgs", SOLVERS)
         if self.tolerance is not None:
@@ -101,7 +101,7 @@ class Learner:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trained:
+class TrainingResult:
     """Result of training.
 
     Args:
@@ -112,7 +112,7 @@ class Trained:
 
     iterate: Iterate
     partitions: tuple[str, ...]
-    interrupted: bool
+    was_interrupted: bool
 
 
 async def train(
@@ -125,8 +125,8 @@ async def train(
     sample_weights: Callable[[Tensor], Tensor] | None = None,
     start: Tensor | None = None,
     record: Record | None = None,
-    stop_asked: Callable[[], bool] = lambda: False,
-) -> Trained:
+    should_stop: Callable[[], bool] = lambda: False,
+) -> TrainingResult:
     """Gathers the devices and trains until the solver has converged, or reaches its limit of iterations.
 
     If partitions are added or lost for good, the objective changes, and the solver restarts at its current
@@ -149,12 +149,12 @@ async def train(
       RunLost: see :meth:`Coordinator.gather` and :meth:`Coordinator.multiply`.
     """
     await coordinator.gather()
-    saved = None if record is None else record.state()
-    state = None if saved is None else _restored(solver, saved["solver"])
+    saved = None if record is None else record.load_state()
+    state = None if saved is None else _restore_state(solver, saved["solver"])
     trained_names = None if saved is None else tuple(saved["partitions"])
     num_spent = 0 if saved is None else int(saved["spent"])
     while True:
-        active = coordinator.settle()
+        active = coordinator.activate_partitions()
         names = tuple(partition.name for partition in active)
         labels = torch.cat([partition.labels for partition in active])
         factors = None if sample_weights is None else sample_weights(labels)
@@ -164,25 +164,27 @@ async def train(
                 num_spent += 0 if state is None else state.iterations
                 state = await solver.init(problem, start if state is None else state.weights)
                 trained_names = names
-            while not (state.is_over or num_spent + state.iterations >= max_iterations or stop_asked()):
+            while not (state.is_over or num_spent + state.iterations >= max_iterations or should_stop()):
                 state = await solver.step(problem, state)
-                coordinator.tell(
+                coordinator.record_event(
                     "iterate", iterations=state.iterations, objective=state.objective, gap=state.gap
                 )
                 if record is not None:
-                    record.keep_state({"solver": state.tree(), "partitions": list(names), "spent": num_spent})
-                if coordinator.changed:
+                    record.save_state(
+                        {"solver": state.to_tree(), "partitions": list(names), "spent": num_spent}
+                    )
+                if coordinator.has_new_partitions:
                     break
         except PartitionsChanged:
             continue
-        if not coordinator.changed:
+        if not coordinator.has_new_partitions:
             await coordinator.end()
-            return Trained(state, names, stop_asked() and not state.is_over)
+            return TrainingResult(state, names, should_stop() and not state.is_over)
 
 
-def _restored(solver: Solver[Iterate], tree: State) -> Iterate:
+def _restore_state(solver: Solver[Iterate], tree: State) -> Iterate:
     try:
-        return solver.restored(tree)
+        return solver.restore_state(tree)
     except KeyError as error:
         raise CheckpointError(f"the run has the state of another solver: {error} is missing in it") from None
 
@@ -190,7 +192,7 @@ def _restored(solver: Solver[Iterate], tree: State) -> Iterate:
 def simulate(
     world: VirtualWorld,
     settings: Settings,
-    attend: Callable[[VirtualRuntime], Device],
+    create_device: Callable[[VirtualRuntime], Device],
     body: Callable[[Coordinator], Awaitable[T]],
     record: Record | None = None,
 ) -> T:
@@ -212,15 +214,15 @@ def simulate(
         await coordinator.end()
 
     async def run_rank(runtime: VirtualRuntime) -> None:
-        await attend(runtime).run()
+        await create_device(runtime).run()
 
     rank0, *devices = world.runtimes
     bodies: list[Coroutine[Pending[Any], None, None]] = [run_rank0(rank0), *map(run_rank, devices)]
-    world.run(bodies, again=run_rank)
+    world.run(bodies, build_rejoined=run_rank)
     return results[0]
 
 
-def coordinate(
+def run_coordinator(
     settings: Settings,
     learner: Learner,
     folder: Folder,
@@ -229,9 +231,9 @@ def coordinate(
     *,
     max_iterations: int,
     test: tuple[Tensor, Tensor] | None = None,
-    met: Callable[[Address], object] = lambda address: None,
-    told: Sink = lambda event: None,
-    stop_asked: Callable[[], bool] = lambda: False,
+    on_ready: Callable[[Address], object] = lambda address: None,
+    sink: Sink = lambda event: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Json]:
     """Waits for devices, trains, and writes model and summary; returns the summary.
 
@@ -255,25 +257,25 @@ def coordinate(
     build("code", settings.code, CODES)
     endpoint.read_keys()
 
-    async def train_all(coordinator: Coordinator, record: Record) -> tuple[LinearModel, Trained]:
+    async def train_all(coordinator: Coordinator, record: Record) -> tuple[LinearModel, TrainingResult]:
         try:
             await coordinator.gather()
             labels = torch.cat([partition.labels for partition in coordinator.registry.partitions])
-            classes = folder.keep_classes(Classes.of(labels, learner.positive))
-            coordinator.check_labels, features = classes.strange, coordinator.features
+            classes = folder.resolve_classes(Classes.from_labels(labels, learner.positive))
+            coordinator.check_labels, features = classes.explain_mismatch, coordinator.features
             if test is not None and test[0].shape[1] != features:
                 raise DataError(
                     f"the test samples have {test[0].shape[1]} features, and those of the devices {features}"
                 )
-            objective = learner.objective(classes.count)
+            objective = learner.build_objective(classes.count)
             trained = await train(
                 coordinator,
                 objective,
-                learner.minimiser(classes.count),
-                lambda labels: learner.targets(classes.codes(labels), classes.count),
+                learner.build_solver(classes.count),
+                lambda labels: learner.build_targets(classes.encode(labels), classes.count),
                 max_iterations=max_iterations,
                 record=record,
-                stop_asked=stop_asked,
+                should_stop=should_stop,
             )
         except BadInput as error:
             await coordinator.end(str(error))
@@ -284,41 +286,41 @@ def coordinate(
 
     config = {**asdict(settings), **asdict(learner), "max_iterations": max_iterations}
     with (
-        folder.begun(config) as name,
-        closing(Record(folder.path, told)) as record,
-        coordinating(address, name, endpoint) as (runtime, bound_address),
+        folder.start_run(config) as name,
+        closing(Record(folder.path, sink)) as record,
+        start_coordinator(address, name, endpoint) as (runtime, bound_address),
     ):
-        met(bound_address)
+        on_ready(bound_address)
         coordinator = Coordinator(runtime, settings, run=name, record=record)
         model, training_result = runtime.drive(train_all(coordinator, record))
-        model.save(folder.model)
+        model.save(folder.model_path)
         iterate, counters = training_result.iterate, coordinator.counters
         summary: dict[str, Json] = {
             "objective": iterate.objective,
             "gap": iterate.gap,
             "iterations": iterate.iterations,
-            "converged": iterate.converged,
-            "stalled": iterate.stalled,
-            "interrupted": training_result.interrupted,
-            "test_accuracy": None if test is None else model.accuracy(*test),
+            "converged": iterate.has_converged,
+            "stalled": iterate.has_stalled,
+            "interrupted": training_result.was_interrupted,
+            "test_accuracy": None if test is None else model.compute_accuracy(*test),
             "partitions": list(training_result.partitions),
             "samples": coordinator.samples,
             "features": coordinator.features,
             "classes": list(model.classes.labels),
             "positive": model.classes.positive,
             "rounds": counters.rounds,
-            "late_answers": counters.late,
-            "refused": counters.refused,
+            "late_answers": counters.num_late,
+            "refused": counters.num_refused,
             "silences": counters.silences,
-            "bytes_sent": {kind: sum(to) for kind, to in runtime.comm.sent.to_json().items()},
+            "bytes_sent": {kind: sum(to) for kind, to in runtime.comm.sent_bytes.to_json().items()},
             "duration_s": coordinator.elapsed_s,
         }
-    summary.update(of_encoding(folder.told()))
-    write_json(folder.summary, summary)
+    summary.update(summarize_encoding(folder.load_events()))
+    write_json(folder.summary_path, summary)
     return summary
 
 
-def of_encoding(events: Iterable[Event]) -> dict[str, Json]:
+def summarize_encoding(events: Iterable[Event]) -> dict[str, Json]:
     """Counts the bytes that devices sent each other for blocks, and the devices that joined and left.
 
     ``mds_encoding_nbytes`` is the number of bytes under a code whose blocks need all partitions.

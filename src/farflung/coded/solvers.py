@@ -15,8 +15,8 @@ from typing_extensions import override
 from farflung.coded.linear_model import Problem
 from farflung.coded.preconditioner import ColumnStats, Preconditioner
 from farflung.errors import ConfigError
-from farflung.options import number_option, whole_option
-from farflung.seeding import generator
+from farflung.options import check_integer, check_number
+from farflung.seeding import create_generator
 from farflung.tasks import Pending, Task
 from farflung.types import State
 
@@ -35,18 +35,18 @@ __all__ = [
 
 _POWER_ROUNDS = 10
 """Number of rounds of the power iteration, with two products each."""
-_CURVATURE = 2.0
+_MAX_CURVATURE = 2.0
 """Maximum curvature for the default rate; the hinge has more only in its parabola, with few samples."""
 _DECREASE, _FLATNESS = 1e-4, 0.1
 """Constants :math:`c_1` and :math:`c_2` of the strong Wolfe conditions."""
-_LOOKS = 5
+_CHECK_PERIOD = 5
 """Number of iterates between two checks at the optimal intercept, which cost two products."""
-_IDLE, _PROGRESS = 50, 1e-13
+_MAX_IDLE, _MIN_PROGRESS = 50, 1e-13
 """Maximum number of iterates without progress, and minimum progress, relative to the objective."""
-_REFRESH = 50
+_REFRESH_PERIOD = 50
 """Number of iterates after which margins are computed afresh."""
-_TRIALS = 60
-_ROUNDING = 1e-14
+_MAX_TRIALS = 60
+_ROUNDING_ERROR = 1e-14
 """Relative error of an objective; smaller changes near the optimum mean nothing."""
 
 
@@ -69,15 +69,15 @@ class Iterate:
     objective: float
     gap: float
     iterations: int
-    converged: bool
-    stalled: bool = False
+    has_converged: bool
+    has_stalled: bool = False
 
     @property
     def is_over(self) -> bool:
         """Returns True if no further step is useful."""
-        return self.converged or self.stalled
+        return self.has_converged or self.has_stalled
 
-    def tree(self) -> State:
+    def to_tree(self) -> State:
         """Returns the state as a tree for :func:`farflung.state_trees.save_tree`."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
@@ -118,7 +118,7 @@ class Solver(Protocol[S]):
     async def step(self, problem: Problem, state: S) -> S:
         """Takes one step."""
 
-    def restored(self, tree: State) -> S:
+    def restore_state(self, tree: State) -> S:
         """Restores a state from the result of :meth:`Iterate.to_tree`."""
 
 
@@ -128,7 +128,7 @@ async def solve(
     *,
     max_iterations: int,
     state: S | None = None,
-    tell: Callable[[S], None] = lambda state: None,
+    callback: Callable[[S], None] = lambda state: None,
 ) -> S:
     """Takes steps until the solver has converged.
 
@@ -144,10 +144,10 @@ async def solve(
     """
     if state is None:
         state = await solver.init(problem)
-        tell(state)
+        callback(state)
     while not state.is_over and state.iterations < max_iterations:
         state = await solver.step(problem, state)
-        tell(state)
+        callback(state)
     return state
 
 
@@ -194,8 +194,8 @@ class GD:
 
     def __post_init__(self) -> None:
         if self.learning_rate is not None:
-            number_option("gd", "learning_rate", self.learning_rate, 0)
-        number_option("gd", "tol", self.tol, 0)
+            check_number("gd", "learning_rate", self.learning_rate, 0)
+        check_number("gd", "tol", self.tol, 0)
 
     async def init(
         self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
@@ -204,10 +204,10 @@ class GD:
         del stats  # not needed by this solver
         rate = self.learning_rate
         if rate is None:
-            eigenvalue = await _largest_eigenvalue(problem)
-            curvature = min(problem.objective.curvature, _CURVATURE)
+            eigenvalue = await _estimate_eigenvalue(problem)
+            curvature = min(problem.objective.curvature, _MAX_CURVATURE)
             rate = 1 / (1 + problem.objective.loss_weight * curvature * eigenvalue)
-        return await self._state_at(problem, *await problem.start(weights), rate, 0)
+        return await self._compute_state(problem, *await problem.init_weights(weights), rate, 0)
 
     async def step(self, problem: Problem, state: GDState) -> GDState:
         """Takes one step by two products, and a third at the optimal intercept if it may have converged.
@@ -217,46 +217,50 @@ class GD:
         """
         iterations, rate = state.iterations + 1, state.learning_rate
         weights = state.weights - rate * state.gradient
-        margins = await problem.margins(weights)
-        new_state = await self._state_at(problem, weights, margins, rate, iterations)
+        margins = await problem.compute_margins(weights)
+        new_state = await self._compute_state(problem, weights, margins, rate, iterations)
         if new_state.gap > self.tol:
             return new_state
-        best_state = await self._state_at(problem, *problem.settle(weights, margins), rate, iterations)
+        best_state = await self._compute_state(
+            problem, *problem.optimize_intercept(weights, margins), rate, iterations
+        )
         if best_state.gap > self.tol:
             return replace(new_state, gap=best_state.gap)
-        return replace(best_state, converged=True)
+        return replace(best_state, has_converged=True)
 
-    async def _state_at(
+    async def _compute_state(
         self, problem: Problem, weights: Tensor, margins: Tensor, rate: float, iterations: int
     ) -> GDState:
         objective, slopes, gradient = problem.evaluate(weights, margins)
         if not math.isfinite(objective):
             raise ConfigError(f"gd: diverged at iterate {iterations}: lower learning_rate {rate}")
-        gradient = gradient + await problem.transposed(slopes)
+        gradient = gradient + await problem.multiply_transposed(slopes)
         return GDState(
             weights=weights,
             objective=objective,
-            gap=problem.gap(objective, gradient, rate * float((gradient * gradient).sum())),
+            gap=problem.compute_gap(objective, gradient, rate * float((gradient * gradient).sum())),
             iterations=iterations,
-            converged=False,
+            has_converged=False,
             learning_rate=rate,
             gradient=gradient,
         )
 
-    def restored(self, tree: State) -> GDState:
+    def restore_state(self, tree: State) -> GDState:
         return GDState.from_tree(tree)
 
 
-async def _largest_eigenvalue(problem: Problem) -> float:
-    vector = torch.randn(problem.shape[0], 1, generator=generator(0, "power iteration"), dtype=torch.float64)
+async def _estimate_eigenvalue(problem: Problem) -> float:
+    vector = torch.randn(
+        problem.shape[0], 1, generator=create_generator(0, "power iteration"), dtype=torch.float64
+    )
     weights = problem.sample_weights
     eigenvalue = 0.0
     for _ in range(_POWER_ROUNDS):
         vector = vector / vector.norm()
-        margins = await problem.margins(vector)
+        margins = await problem.compute_margins(vector)
         if weights is not None:
             margins = margins * weights.amax(dim=1, keepdim=True)
-        vector = await problem.transposed(margins)
+        vector = await problem.multiply_transposed(margins)
         eigenvalue = float(vector.norm())
         if eigenvalue == 0:
             break
@@ -285,14 +289,14 @@ class LBFGSState(Iterate):
 
     margins: Tensor
     gradient: Tensor
-    moves: Tensor
-    turns: Tensor
+    weight_changes: Tensor
+    gradient_changes: Tensor
     scales: Tensor
     tilt: Tensor
     shear: Tensor
-    mark: float = math.inf
-    least_gap: float = math.inf
-    idle: int = 0
+    mark_objective: float = math.inf
+    min_gap: float = math.inf
+    num_idle: int = 0
 
     @property
     def preconditioner(self) -> Preconditioner:
@@ -306,7 +310,7 @@ class LBFGSState(Iterate):
         direction = -self.gradient
         pairs = [
             (move, turn, float((move * turn).sum()))
-            for move, turn in zip(self.moves, self.turns, strict=True)
+            for move, turn in zip(self.weight_changes, self.gradient_changes, strict=True)
         ]
         shares: list[float] = []
         for move, turn, bend in reversed(pairs):
@@ -352,8 +356,8 @@ class LBFGS:
     memory: int = 100
 
     def __post_init__(self) -> None:
-        number_option("lbfgs", "tol", self.tol, 0)
-        whole_option("lbfgs", "memory", self.memory, 1)
+        check_number("lbfgs", "tol", self.tol, 0)
+        check_integer("lbfgs", "memory", self.memory, 1)
 
     async def init(
         self, problem: Problem, weights: Tensor | None = None, stats: ColumnStats | None = None
@@ -363,9 +367,9 @@ class LBFGS:
         Raises:
           BadSamples: squares of the features are infinite.
         """
-        preconditioner = Preconditioner.of(problem, stats or await ColumnStats.measure(problem))
-        weights, margins = await problem.start(weights)
-        return await self._begin(problem, weights, margins, preconditioner)
+        preconditioner = Preconditioner.from_problem(problem, stats or await ColumnStats.measure(problem))
+        weights, margins = await problem.init_weights(weights)
+        return await self._create_state(problem, weights, margins, preconditioner)
 
     async def step(self, problem: Problem, state: LBFGSState) -> LBFGSState:
         """Takes one step by two products, and two more if it may have converged or finds no lower point."""
@@ -374,27 +378,27 @@ class LBFGS:
         gain = -0.5 * float((state.gradient * direction).sum())
         # H may estimate a small gap while errors in a penalised intercept hide it.
         expects_end = not has_best_intercept and gain <= 0.01 * self.tol * state.objective
-        if expects_end and state.iterations % _LOOKS == _LOOKS - 1:
+        if expects_end and state.iterations % _CHECK_PERIOD == _CHECK_PERIOD - 1:
             fresh = await self._restart(problem, state)
-            if fresh.converged:
+            if fresh.has_converged:
                 return fresh
-        if iterations % _REFRESH:
-            margins, change = state.margins, await problem.margins(direction)
+        if iterations % _REFRESH_PERIOD:
+            margins, change = state.margins, await problem.compute_margins(direction)
         else:
-            margin_pair = await problem.margins(torch.cat([state.weights, direction], dim=1))
+            margin_pair = await problem.compute_margins(torch.cat([state.weights, direction], dim=1))
             margins, change = margin_pair[:, :outputs], margin_pair[:, outputs:]
         ray = Ray(problem, state.weights, margins, direction, change)
-        start = ray.at(0.0)
-        guess = 1.0 if len(state.moves) else _cautious(ray, start)
+        start = ray.evaluate_at(0.0)
+        guess = 1.0 if len(state.weight_changes) else _compute_safe_length(ray, start)
         point = strong_wolfe(ray, start, guess)
         if point is None:
             fresh = await self._restart(problem, state)
-            return replace(fresh, stalled=not fresh.converged and not len(state.moves))
+            return replace(fresh, has_stalled=not fresh.has_converged and not len(state.weight_changes))
         weights, margins = point.weights, point.margins
         if has_best_intercept:
-            weights, margins = problem.settle(weights, margins)
-        objective, gradient = await problem.gradient(weights, margins)
-        weight_changes, gradient_changes = state.moves, state.turns
+            weights, margins = problem.optimize_intercept(weights, margins)
+        objective, gradient = await problem.compute_gradient(weights, margins)
+        weight_changes, gradient_changes = state.weight_changes, state.gradient_changes
         weight_change, gradient_change = weights - state.weights, gradient - state.gradient
         if float((weight_change * gradient_change).sum()) > 0:
             weight_changes = torch.cat([weight_changes, weight_change[None]])[-self.memory :]
@@ -406,79 +410,85 @@ class LBFGS:
             iterations=iterations,
             margins=margins,
             gradient=gradient,
-            moves=weight_changes,
-            turns=gradient_changes,
+            weight_changes=weight_changes,
+            gradient_changes=gradient_changes,
         )
-        new_state = _marked(replace(new_state, gap=_gap(problem, new_state)))
-        if new_state.idle == _IDLE:
+        new_state = _count_idle(replace(new_state, gap=_compute_gap(problem, new_state)))
+        if new_state.num_idle == _MAX_IDLE:
             fresh = await self._restart(problem, new_state)
-            return replace(fresh, stalled=not fresh.converged)
+            return replace(fresh, has_stalled=not fresh.has_converged)
         if new_state.gap > self.tol:
             return new_state
         fresh = await self._restart(problem, new_state)
         return (
             fresh
-            if fresh.converged
-            else _marked(replace(fresh, moves=weight_changes, turns=gradient_changes))
+            if fresh.has_converged
+            else _count_idle(replace(fresh, weight_changes=weight_changes, gradient_changes=gradient_changes))
         )
 
-    def restored(self, tree: State) -> LBFGSState:
+    def restore_state(self, tree: State) -> LBFGSState:
         return LBFGSState.from_tree(tree)
 
-    async def _begin(
+    async def _create_state(
         self, problem: Problem, weights: Tensor, margins: Tensor, preconditioner: Preconditioner
     ) -> LBFGSState:
-        weights, margins = problem.settle(weights, margins)
-        objective, gradient = await problem.gradient(weights, margins)
+        weights, margins = problem.optimize_intercept(weights, margins)
+        objective, gradient = await problem.compute_gradient(weights, margins)
         state = LBFGSState(
             weights=weights,
             objective=objective,
             gap=1.0,
             iterations=0,
-            converged=False,
+            has_converged=False,
             margins=margins,
             gradient=gradient,
-            moves=weights.new_zeros(0, *weights.shape),
-            turns=weights.new_zeros(0, *weights.shape),
+            weight_changes=weights.new_zeros(0, *weights.shape),
+            gradient_changes=weights.new_zeros(0, *weights.shape),
             scales=preconditioner.scales,
             tilt=preconditioner.tilt,
             shear=preconditioner.shear,
         )
-        gap = _gap(problem, state)
-        return replace(state, gap=gap, converged=gap <= self.tol)
+        gap = _compute_gap(problem, state)
+        return replace(state, gap=gap, has_converged=gap <= self.tol)
 
     async def _restart(self, problem: Problem, state: LBFGSState) -> LBFGSState:
         """Recomputes margins and gradient, by two products, and drops the pairs."""
-        margins = await problem.margins(state.weights)
-        fresh = await self._begin(problem, state.weights, margins, state.preconditioner)
+        margins = await problem.compute_margins(state.weights)
+        fresh = await self._create_state(problem, state.weights, margins, state.preconditioner)
         return replace(
-            fresh, iterations=state.iterations, mark=state.mark, least_gap=state.least_gap, idle=state.idle
+            fresh,
+            iterations=state.iterations,
+            mark_objective=state.mark_objective,
+            min_gap=state.min_gap,
+            num_idle=state.num_idle,
         )
 
 
-def _marked(state: LBFGSState) -> LBFGSState:
+def _count_idle(state: LBFGSState) -> LBFGSState:
     """Counts the iterates without progress."""
-    if state.objective < (1 - _PROGRESS) * state.mark or state.gap < 0.5 * state.least_gap:
-        return replace(state, mark=state.objective, least_gap=min(state.gap, state.least_gap), idle=0)
-    return replace(state, idle=state.idle + 1)
+    if state.objective < (1 - _MIN_PROGRESS) * state.mark_objective or state.gap < 0.5 * state.min_gap:
+        return replace(
+            state, mark_objective=state.objective, min_gap=min(state.gap, state.min_gap), num_idle=0
+        )
+    return replace(state, num_idle=state.num_idle + 1)
 
 
-def _gap(problem: Problem, state: LBFGSState) -> float:
+def _compute_gap(problem: Problem, state: LBFGSState) -> float:
     gain = 0.0
     if not problem.objective.has_penalty:
         directions = state.direction, state.preconditioner.solve(state.gradient)
         gain = max(0.5 * abs(float((state.gradient * direction).sum())) for direction in directions)
-    return problem.gap(state.objective, state.gradient, gain)
+    return problem.compute_gap(state.objective, state.gradient, gain)
 
 
-def _cautious(ray: Ray, start: Point) -> float:
+def _compute_safe_length(ray: Ray, start: Point) -> float:
     """Computes the step to the minimum of a parabola that is an upper bound of the objective."""
     problem = ray.problem
     squares = ray.change * ray.change
     if problem.sample_weights is not None:
         squares = squares * problem.sample_weights
     bend = problem.objective.loss_weight * problem.objective.curvature * float(squares.sum())
-    return -start.slope / (bend + 2 * problem.penalty(ray.direction)[0])
+    return -start.slope / (bend + 2 * problem.compute_penalty(ray.direction)[0])
 
 
 # --- the line search of L-BFGS ----------------------------------------------------------------------------------------
@@ -502,7 +512,7 @@ class Ray:
     direction: Tensor
     change: Tensor
 
-    def at(self, length: float) -> Point:
+    def evaluate_at(self, length: float) -> Point:
         """Evaluates the point at a length, in multiples of the direction."""
         weights = self.weights + length * self.direction
         margins = self.margins + length * self.change
@@ -551,20 +561,22 @@ def strong_wolfe(ray: Ray, start: Point, guess: float) -> Point | None:
     """
     low, high = start, None
     length = guess
-    for _ in range(_TRIALS):
-        point = ray.at(length)
-        max_objective = start.objective + _DECREASE * length * start.slope + _ROUNDING * abs(start.objective)
+    for _ in range(_MAX_TRIALS):
+        point = ray.evaluate_at(length)
+        max_objective = (
+            start.objective + _DECREASE * length * start.slope + _ROUNDING_ERROR * abs(start.objective)
+        )
         if not point.objective <= max_objective or point.slope > -_FLATNESS * start.slope:
             high = point
         elif point.slope < _FLATNESS * start.slope:
             low = point
         else:
             return point
-        length = _between(low, high)
+        length = _interpolate(low, high)
     return low if low.objective < start.objective else None
 
 
-def _between(low: Point, high: Point | None) -> float:
+def _interpolate(low: Point, high: Point | None) -> float:
     """Interpolates the length of zero slope, well inside the bracket."""
     if high is None:
         return 4 * low.length
@@ -588,8 +600,8 @@ class OneVsRestState(Iterate, Generic[S]):
     outputs: tuple[S, ...]
 
     @override
-    def tree(self) -> State:
-        return {"outputs": {str(index): state.tree() for index, state in enumerate(self.outputs)}}
+    def to_tree(self) -> State:
+        return {"outputs": {str(index): state.to_tree() for index, state in enumerate(self.outputs)}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -613,8 +625,8 @@ class OneVsRest(Generic[S]):
         columns = [None] * problem.shape[1] if weights is None else weights.split(1, dim=1)
         if stats is None and self.solver.needs_stats:
             stats = await ColumnStats.measure(problem)
-        return _joined(
-            await _together(
+        return _join_states(
+            await _gather_outputs(
                 problem,
                 lambda outputs: (
                     self.solver.init(output, column, stats)
@@ -626,38 +638,38 @@ class OneVsRest(Generic[S]):
     async def step(self, problem: Problem, state: OneVsRestState[S]) -> OneVsRestState[S]:
         """Takes a step of each output in the same rounds."""
         active = [index for index, output in enumerate(state.outputs) if not output.is_over]
-        steps = await _together(
+        steps = await _gather_outputs(
             problem,
             lambda outputs: (self.solver.step(outputs[index], state.outputs[index]) for index in active),
         )
         new_states = dict(zip(active, steps, strict=True))
-        return _joined([new_states.get(index, output) for index, output in enumerate(state.outputs)])
+        return _join_states([new_states.get(index, output) for index, output in enumerate(state.outputs)])
 
-    def restored(self, tree: State) -> OneVsRestState[S]:
+    def restore_state(self, tree: State) -> OneVsRestState[S]:
         outputs = tree["outputs"]
-        return _joined([self.solver.restored(outputs[str(index)]) for index in range(len(outputs))])
+        return _join_states([self.solver.restore_state(outputs[str(index)]) for index in range(len(outputs))])
 
 
-def _joined(outputs: list[S]) -> OneVsRestState[S]:
+def _join_states(outputs: list[S]) -> OneVsRestState[S]:
     return OneVsRestState(
         weights=torch.cat([state.weights for state in outputs], dim=1),
         objective=sum(state.objective for state in outputs),
         gap=max(state.gap for state in outputs),
         iterations=max(state.iterations for state in outputs),
-        converged=all(state.converged for state in outputs),
-        stalled=all(state.is_over for state in outputs) and any(state.stalled for state in outputs),
+        has_converged=all(state.has_converged for state in outputs),
+        has_stalled=all(state.is_over for state in outputs) and any(state.has_stalled for state in outputs),
         outputs=tuple(outputs),
     )
 
 
-async def _together(
-    problem: Problem, begun: Callable[[list[Problem]], Iterable[Coroutine[Any, Any, T]]]
+async def _gather_outputs(
+    problem: Problem, start: Callable[[list[Problem]], Iterable[Coroutine[Any, Any, T]]]
 ) -> list[T]:
     """Runs solvers of one output each concurrently; their simultaneous products share a round."""
     products, ready = problem.products, deque[Callable[[], None]]()
     rounds: list[tuple[Callable[[Tensor], Awaitable[Tensor]], list[tuple[Tensor, Pending[Tensor]]]]] = [
-        (products.times, []),
-        (products.transposed_times, []),
+        (products.multiply, []),
+        (products.multiply_transposed, []),
     ]
 
     def create_request(waiting: list[tuple[Tensor, Pending[Tensor]]]) -> Callable[[Tensor], Pending[Tensor]]:
@@ -676,8 +688,8 @@ async def _together(
         Problem(column, problem.objective, targets, factor)
         for targets, factor in zip(problem.targets.split(1, dim=1), factors, strict=True)
     ]
-    tasks: list[Task[T]] = [Task(coroutine, ready.append) for coroutine in begun(outputs)]
-    while not all(task.done for task in tasks):
+    tasks: list[Task[T]] = [Task(coroutine, ready.append) for coroutine in start(outputs)]
+    while not all(task.is_done for task in tasks):
         while ready:
             ready.popleft()()
         for product, waiting in rounds:
@@ -687,7 +699,7 @@ async def _together(
                 total = await product(torch.cat([factor for factor, _ in requests], dim=1))
                 parts = total.split([factor.shape[1] for factor, _ in requests], dim=1)
                 for (_, answer), part in zip(requests, parts, strict=True):
-                    answer.set(part)
+                    answer.set_result(part)
     return [task.result() for task in tasks]
 
 
@@ -697,8 +709,8 @@ class _Output:
 
     samples: int
     features: int
-    times: Callable[[Tensor], Pending[Tensor]]
-    transposed_times: Callable[[Tensor], Pending[Tensor]]
+    multiply: Callable[[Tensor], Pending[Tensor]]
+    multiply_transposed: Callable[[Tensor], Pending[Tensor]]
 
 
 SOLVERS: dict[str, Callable[..., Solver[Any]]] = {"gd": GD, "lbfgs": LBFGS}

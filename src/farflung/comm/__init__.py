@@ -2,61 +2,68 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
-    from farflung.comm.channel import RELAYED, ExchangeChannel, Purpose, Started, Values, start
-    from farflung.comm.choice import SIDE_NBYTES, choose, cost_s, resolve_collective
-    from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, collective_named
+    from farflung.comm.channel import (
+        RELAYED_KIND,
+        ExchangeChannel,
+        ExchangeHandle,
+        Purpose,
+        ResultCodec,
+        start_exchange,
+    )
+    from farflung.comm.choice import METADATA_NBYTES, choose_collective, predict_cost_s, resolve_collective
+    from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, find_collective
     from farflung.comm.endpoint import Endpoint
-    from farflung.comm.group import Group, WallCommunicator
-    from farflung.comm.mailbox import Mailbox, Waiting
+    from farflung.comm.group import BaseCommunicator, WallCommunicator
+    from farflung.comm.mailbox import Mailbox, PendingRecv
     from farflung.comm.peer import Peer
     from farflung.comm.tcp import TcpTransport
-    from farflung.comm.transport import Listener, Traffic, Transport
-    from farflung.comm.view import View
+    from farflung.comm.transport import ConnectionTraffic, Listener, Transport
+    from farflung.comm.view import ViewSession
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
-            "channel": "RELAYED ExchangeChannel Purpose Started Values start",
-            "choice": "SIDE_NBYTES choose cost_s resolve_collective",
-            "collectives": "AUTO COLLECTIVES Coding Collective collective_named",
-            "group": "Group WallCommunicator",
+            "channel": "RELAYED_KIND ExchangeChannel Purpose ExchangeHandle ResultCodec start_exchange",
+            "choice": "METADATA_NBYTES choose_collective predict_cost_s resolve_collective",
+            "collectives": "AUTO COLLECTIVES Coding Collective find_collective",
+            "group": "BaseCommunicator WallCommunicator",
             "endpoint": "Endpoint",
-            "mailbox": "Mailbox Waiting",
+            "mailbox": "Mailbox PendingRecv",
             "peer": "Peer",
             "tcp": "TcpTransport",
-            "transport": "Listener Traffic Transport",
-            "view": "View",
+            "transport": "Listener ConnectionTraffic Transport",
+            "view": "ViewSession",
         },
     )
 
 __all__ = [
     "AUTO",
     "COLLECTIVES",
-    "RELAYED",
-    "SIDE_NBYTES",
+    "METADATA_NBYTES",
+    "RELAYED_KIND",
+    "BaseCommunicator",
     "Coding",
     "Collective",
+    "ConnectionTraffic",
     "Endpoint",
     "ExchangeChannel",
-    "Group",
+    "ExchangeHandle",
     "Listener",
     "Mailbox",
     "Peer",
+    "PendingRecv",
     "Purpose",
-    "Started",
+    "ResultCodec",
     "TcpTransport",
-    "Traffic",
     "Transport",
-    "Values",
-    "View",
-    "Waiting",
+    "ViewSession",
     "WallCommunicator",
-    "choose",
-    "collective_named",
-    "cost_s",
+    "choose_collective",
+    "find_collective",
+    "predict_cost_s",
     "resolve_collective",
-    "start",
+    "start_exchange",
 ]

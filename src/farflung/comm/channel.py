@@ -10,26 +10,26 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import numpy as np
 from torch import Tensor
 
-from farflung.tasks import Pending, done
+from farflung.tasks import Pending, create_completed
 from farflung.types import AllReduce, CodingCost, Counts, Group, Payload, Runtime, Tag, TensorSpec
 
 __all__ = [
     "PURPOSES",
-    "RELAYED",
+    "RELAYED_KIND",
     "ExchangeChannel",
+    "ExchangeHandle",
     "Purpose",
     "PurposeBase",
-    "Started",
-    "Values",
-    "describe",
-    "kind_of",
-    "start",
-    "step_of",
+    "ResultCodec",
+    "describe_tag",
+    "get_exchange_kind",
+    "get_exchange_step",
+    "start_exchange",
 ]
 
 T = TypeVar("T")
 
-_THROUGH = done(None)
+_COMPLETED = create_completed(None)
 _STEP_BITS = 56
 
 
@@ -48,7 +48,7 @@ class PurposeBase(IntEnum):
         purpose._value_, purpose.kind, purpose.words = number, kind, words
         return purpose
 
-    def at(self, step: int) -> int:
+    def build_exchange_id(self, step: int) -> int:
         """Returns the number of this purpose's exchange at one step."""
         return self << _STEP_BITS | step
 
@@ -69,7 +69,7 @@ class Purpose(PurposeBase):
     REMAINDER = 7, "remainder", "the last counts"
     MEASURE = 8, "measuring", "measuring the network"
     UNUSED = 9, "unused", "unused parameters"
-    JOIN = 10, "join", "the end of join()"
+    UNEVEN_INPUTS = 10, "join", "the end of join()"
     MOMENTS = 11, "moments", "averaging the optimizer's state"
     VIEWS = 17, "views", "the agreement on the next view"
     ADOPTION = 18, "adoption", "the result of an exchange that another member holds"
@@ -79,29 +79,29 @@ class Purpose(PurposeBase):
     STOP = 22, "stop", "the agreement on the last step"
 
 
-RELAYED = "relayed"
+RELAYED_KIND = "relayed"
 """Kind of the bytes that a replica relays between two others, which also count them by their purpose."""
 PURPOSES: dict[int, PurposeBase] = {int(purpose): purpose for purpose in Purpose}
 """Purposes by number; a package may add its own."""
 
 
-def kind_of(exchange: int) -> str:
+def get_exchange_kind(exchange: int) -> str:
     """Returns the kind that the bytes of an exchange are counted as; ``other`` if it has no purpose."""
     purpose = PURPOSES.get(exchange >> _STEP_BITS)
     return "other" if purpose is None else purpose.kind
 
 
-def step_of(exchange: int) -> int:
+def get_exchange_step(exchange: int) -> int:
     """Returns the step of an exchange's number; see :meth:`Purpose.build_exchange_id`."""
     return exchange & ((1 << _STEP_BITS) - 1)
 
 
-def of_no_view(exchange: int) -> bool:
+def is_control_plane(exchange: int) -> bool:
     """Returns True if messages of an exchange outlive the view in which they are sent."""
     return exchange >> _STEP_BITS in (Purpose.VIEWS, Purpose.STATE)
 
 
-def describe(tag: Tag) -> str:
+def describe_tag(tag: Tag) -> str:
     """Describes a message's purpose, step, part and hop, for errors.
 
     >>> describe_tag(Tag(Purpose.EVALUATION.build_exchange_id(3), 1))
@@ -123,71 +123,71 @@ class ExchangeChannel:
     def __init__(self, comm: Group, exchange: int, part: int) -> None:
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.kind = kind_of(exchange)
+        self.kind = get_exchange_kind(exchange)
         """Kind that its bytes are counted as."""
-        self.sent: Counts = np.zeros(comm.size, dtype=np.int64)
+        self.sent_counts: Counts = np.zeros(comm.size, dtype=np.int64)
         """Payload bytes sent so far to each rank."""
         self._comm = comm
         self._exchange, self._part = exchange, part
-        self._next_hop = 0
-        self._lane = comm.lane
+        self._num_hops = 0
+        self._coding_processor = comm.coding_processor
 
     @property
-    def auto(self) -> Mapping[int, str]:
-        return self._comm.auto
+    def auto_collectives(self) -> Mapping[int, str]:
+        return self._comm.auto_collectives
 
     @property
     def sent_nbytes(self) -> int:
-        return int(self.sent.sum())
+        return int(self.sent_counts.sum())
 
-    def tag(self, hop: int) -> Tag:
+    def get_tag(self, hop: int) -> Tag:
         """Returns the tag of a hop."""
         return Tag(self._exchange, self._part, hop)
 
-    def hops(self, count: int) -> int:
+    def reserve_hops(self, count: int) -> int:
         """Reserves ``count`` consecutive hops; returns the first."""
-        first = self._next_hop
-        self._next_hop += count
+        first = self._num_hops
+        self._num_hops += count
         return first
 
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
         """Runs ``fn`` now; charges a modelled device for it."""
-        if self._lane is not None:
-            self._lane.charge(cost)
+        if self._coding_processor is not None:
+            self._coding_processor.charge(cost)
         return fn()
 
-    def computed(self) -> Pending[None]:
+    def wait_computed(self) -> Pending[None]:
         """Completes when the modelled device has finished all computations."""
-        return _THROUGH if self._lane is None else self._lane.through()
+        return _COMPLETED if self._coding_processor is None else self._coding_processor.wait_idle()
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
         """Sends a payload and counts its bytes."""
-        self.sent[dst] += payload.nbytes
-        return self._comm.send(payload, dst, self.tag(hop))
+        self.sent_counts[dst] += payload.nbytes
+        return self._comm.send(payload, dst, self.get_tag(hop))
 
-    def count(self, nbytes: Counts) -> None:
+    def count_sent(self, nbytes: Counts) -> None:
         """Counts bytes that bypass :meth:`send`."""
-        self.sent += nbytes
-        self._comm.sent.add(self.kind, nbytes)
+        self.sent_counts += nbytes
+        self._comm.sent_bytes.add(self.kind, nbytes)
 
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
-        return self._comm.recv(src, self.tag(hop), expect)
+        return self._comm.recv(src, self.get_tag(hop), expect)
 
-    def land(self, src: int, hop: int, into: Tensor) -> None:
-        self._comm.land(src, self.tag(hop), into)
+    def post_recv_buffer(self, src: int, hop: int, buffer: Tensor) -> None:
+        self._comm.post_recv_buffer(src, self.get_tag(hop), buffer)
 
-    def collective(self, name: str) -> AllReduce:
-        return self._comm.collective(name)
+    def get_collective(self, name: str) -> AllReduce:
+        return self._comm.get_collective(name)
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         """Sums by the backend; models its bytes as a ring's, ``2 (n-1)/n`` of the tensor to the next rank."""
         modelled = np.zeros(self.size, dtype=np.int64)
         modelled[(self.rank + 1) % self.size] = 2 * (self.size - 1) * tensor.nbytes // self.size
-        self.count(modelled)
-        return self._comm.all_reduce(tensor, self.tag(self.hops(1)))
+        self.count_sent(modelled)
+        return self._comm.all_reduce(tensor, self.get_tag(self.reserve_hops(1)))
 
 
-class Values(NamedTuple, Generic[T]):
+class ResultCodec(NamedTuple, Generic[T]):
     """Codec of an exchange's result, for a member that lacks it.
 
     Args:
@@ -200,7 +200,7 @@ class Values(NamedTuple, Generic[T]):
 
 
 @dataclass(eq=False, slots=True)
-class Started(Generic[T]):
+class ExchangeHandle(Generic[T]):
     """Handle of a running exchange.
 
     Args:
@@ -211,21 +211,21 @@ class Started(Generic[T]):
     channel: ExchangeChannel
     result: Pending[T]
 
-    async def bring(self) -> T:
+    async def wait(self) -> T:
         """Waits for the result, at the same place of the program on all replicas."""
         return await self.result
 
 
-def start(
+def start_exchange(
     runtime: Runtime,
     number: int,
     part: int,
     make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]],
-    values: Values[T],
+    result_codec: ResultCodec[T],
     *,
     rewind: Callable[[], None] | None = None,
-    ends_step: bool = False,
-) -> Started[T]:
+    is_last_of_step: bool = False,
+) -> ExchangeHandle[T]:
     """Starts an exchange in the background, in the same order on all replicas.
 
     If the run outlives the loss of members (:attr:`farflung.types.Runtime.elastic`), it may be built several times.
@@ -240,9 +240,9 @@ def start(
       is_last_of_step: True if this is the last exchange of a training step.
     """
     if runtime.elastic is not None:
-        started: Started[T] = runtime.elastic.start(
-            number, part, make, values, rewind=rewind, ends_step=ends_step
+        started: ExchangeHandle[T] = runtime.elastic.start(
+            number, part, make, result_codec, rewind=rewind, is_last_of_step=is_last_of_step
         )
         return started
     channel = ExchangeChannel(runtime.comm, number, part)
-    return Started(channel, runtime.launch(make(channel)))
+    return ExchangeHandle(channel, runtime.launch(make(channel)))

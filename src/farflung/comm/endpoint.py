@@ -9,19 +9,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from farflung.comm.interface import interface_address, is_loopback, loopback_address, tcp
+from farflung.comm.interface import (
+    find_interface_address,
+    find_loopback_address,
+    format_tcp_address,
+    is_loopback,
+)
 from farflung.comm.keys import Keys, load_keys
 from farflung.errors import ConfigError
 
-__all__ = ["MOST_CONNECTIONS", "NO_WAY_IN", "Endpoint", "advertised", "ports_in"]
+__all__ = ["MAX_CONNECTIONS", "UNREACHABLE", "Endpoint", "parse_advertised", "parse_ports"]
 
-NO_WAY_IN = "none"
+UNREACHABLE = "none"
 """Advertised by a replica to which no peer can connect."""
-MOST_CONNECTIONS = 64
+MAX_CONNECTIONS = 64
 """Most connections to one peer."""
 
 _PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
-_HIGHEST = 65535
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +61,13 @@ class Endpoint:
     connections: int | None = None
 
     def __post_init__(self) -> None:
-        if self.advertise == NO_WAY_IN and self.port is not None:
+        if self.advertise == UNREACHABLE and self.port is not None:
             raise ConfigError(
-                f"--advertise {NO_WAY_IN}: no peer connects to this replica, so it listens at no port: leave out "
+                f"--advertise {UNREACHABLE}: no peer connects to this replica, so it listens at no port: leave out "
                 f"--port {self.port}, or name the address at which it is reached"
             )
-        if self.connections is not None and not 1 <= self.connections <= MOST_CONNECTIONS:
-            raise ConfigError(f"--connections {self.connections}: must be from 1 to {MOST_CONNECTIONS}")
+        if self.connections is not None and not 1 <= self.connections <= MAX_CONNECTIONS:
+            raise ConfigError(f"--connections {self.connections}: must be from 1 to {MAX_CONNECTIONS}")
 
     @property
     def address(self) -> str:
@@ -71,15 +76,15 @@ class Endpoint:
         Raises:
           ConfigError: there is no such interface.
         """
-        return interface_address(self.interface or loopback_address())
+        return find_interface_address(self.interface or find_loopback_address())
 
     @property
     def is_local(self) -> bool:
         """Returns True if all peers are on this machine."""
-        return is_loopback(self.address) and self.advertise in (None, NO_WAY_IN)
+        return is_loopback(self.address) and self.advertise in (None, UNREACHABLE)
 
     @property
-    def encrypts(self) -> bool:
+    def needs_encryption(self) -> bool:
         """Returns True if messages are encrypted."""
         return self.keys is not None or self.encrypt or not self.is_local
 
@@ -90,11 +95,11 @@ class Endpoint:
         Raises:
           ConfigError: they cannot be parsed.
         """
-        return ports_in(0 if self.port is None else self.port)
+        return parse_ports(0 if self.port is None else self.port)
 
-    def on(self, route: Callable[[], str]) -> Endpoint:
+    def resolve_interface(self, find_address: Callable[[], str]) -> Endpoint:
         """Resolves the interface by ``find_address`` if none is given; returns the endpoint."""
-        return self if self.interface else replace(self, interface=route())
+        return self if self.interface else replace(self, interface=find_address())
 
     def read_keys(self) -> Keys | None:
         """Reads the folder of keys.
@@ -104,30 +109,30 @@ class Endpoint:
         """
         return None if self.keys is None else load_keys(Path(self.keys))
 
-    def proof(self) -> Keys | None:
+    def get_keys(self) -> Keys | None:
         """Returns the keys of this process, new ones if there is no folder; None if it does not encrypt.
 
         Raises:
           ConfigError: the folder of keys cannot be used.
         """
-        return self.read_keys() or (Keys.fresh() if self.encrypts else None)
+        return self.read_keys() or (Keys.generate() if self.needs_encryption else None)
 
 
-def ports_in(asked: str | int) -> range:
+def parse_ports(text: str | int) -> range:
     """Parses ``7000``, ``"7000"`` or ``"7000-7100"`` as ports; 0 is any free port.
 
     Raises:
       ConfigError: it is malformed.
     """
-    match = _PORTS.fullmatch(str(asked))
+    match = _PORTS.fullmatch(str(text))
     first = int(match[1]) if match else -1
     last = int(match[2]) if match and match[2] else first
-    if not 0 <= first <= last <= _HIGHEST or (first == 0 < last):
-        raise ConfigError(f"--port {asked}: must be a port or a range of them, such as 7000 or 7000-7100")
+    if not 0 <= first <= last <= _MAX_PORT or (first == 0 < last):
+        raise ConfigError(f"--port {text}: must be a port or a range of them, such as 7000 or 7000-7100")
     return range(first, last + 1)
 
 
-def advertised(asked: str, port: int) -> str:
+def parse_advertised(text: str, port: int) -> str:
     """Parses ``"HOST"``, ``"HOST:PORT"``, ``"[IPV6]"`` or ``"[IPV6]:PORT"`` as a published address.
 
     Args:
@@ -137,16 +142,16 @@ def advertised(asked: str, port: int) -> str:
     Raises:
       ConfigError: the host is unknown, or the text is malformed.
     """
-    match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d{1,5}))?|([^\[\]:]+)(?::(\d{1,5}))?", asked)
-    if match is None or not 0 < int(match[2] or match[4] or port) <= _HIGHEST:
+    match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d{1,5}))?|([^\[\]:]+)(?::(\d{1,5}))?", text)
+    if match is None or not 0 < int(match[2] or match[4] or port) <= _MAX_PORT:
         raise ConfigError(
-            f"--advertise {asked}: must be HOST or HOST:PORT, an address of IPv6 in brackets: [2001:db8::1]:7000, or "
-            f"{NO_WAY_IN} where no peer can connect"
+            f"--advertise {text}: must be HOST or HOST:PORT, an address of IPv6 in brackets: [2001:db8::1]:7000, or "
+            f"{UNREACHABLE} where no peer can connect"
         )
     try:
         (*_, (host, *_)), *_ = socket.getaddrinfo(match[1] or match[3], None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"--advertise {asked}: unknown host ({error.strerror})") from None
+        raise ConfigError(f"--advertise {text}: unknown host ({error.strerror})") from None
     if ipaddress.ip_address(host).is_unspecified:
-        raise ConfigError(f"--advertise {asked}: name the address that the other machines reach")
-    return f"{tcp(str(host))}:{match[2] or match[4] or port}"
+        raise ConfigError(f"--advertise {text}: name the address that the other machines reach")
+    return f"{format_tcp_address(str(host))}:{match[2] or match[4] or port}"

@@ -7,33 +7,33 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from farflung.comm.wire import INLINE
+from farflung.comm.wire import INLINE_NBYTES
 
-__all__ = ["piece_nbytes", "wire_nbytes"]
+__all__ = ["compute_piece_nbytes", "compute_wire_nbytes"]
 
-RECORD_NBYTES = 8
-"""Header of a record: size u32, kind u8, three bytes of 0; see :mod:`farflung.comm.records`."""
+RECORD_HEADER_NBYTES = 8
+"""Header of a record: size u32, kind u8, three bytes of 0; see :mod:`farflung.comm.num_records`."""
 HEAD_NBYTES = 56
 """Head of a message of one flat tensor, which carries up to :data:`farflung.comm.wire.INLINE_NBYTES` bytes."""
-MORE_NBYTES = 13
+PIECE_HEADER_NBYTES = 13
 """Header of a piece: message number u32, tensor u8, offset u64."""
 TLS_RECORD_NBYTES = 1 << 14
-TLS_NBYTES = 22
+TLS_OVERHEAD_NBYTES = 22
 """Header, type and tag of a TLS 1.3 record of at most :data:`TLS_RECORD_NBYTES` (RFC 8446 Sec. 5.2)."""
-PIECE_S, LEAST_PIECE_NBYTES, MOST_PIECE_NBYTES = 0.01, 1 << 14, 1 << 18
+PIECE_S, MIN_PIECE_NBYTES, MAX_PIECE_NBYTES = 0.01, 1 << 14, 1 << 18
 """Seconds in which a link carries a piece, and bounds of the piece, off loopback."""
-LOCAL_PIECE_NBYTES, SEALED_PIECE_NBYTES = 1 << 21, 1 << 18
+LOCAL_PIECE_NBYTES, ENCRYPTED_PIECE_NBYTES = 1 << 21, 1 << 18
 """Piece within a machine, plain and encrypted."""
 
 N = TypeVar("N", int, npt.NDArray[np.int64])
 
 
-def piece_nbytes(rate_bps: float) -> int:
+def compute_piece_nbytes(rate_bps: float) -> int:
     """Computes the bytes of a piece on a link of this rate, which may be infinite."""
-    return int(min(max(rate_bps / 8 * PIECE_S, LEAST_PIECE_NBYTES), MOST_PIECE_NBYTES))
+    return int(min(max(rate_bps / 8 * PIECE_S, MIN_PIECE_NBYTES), MAX_PIECE_NBYTES))
 
 
-def wire_nbytes(nbytes: N, piece: N, *, sealed: bool) -> N:
+def compute_wire_nbytes(nbytes: N, piece_nbytes: N, *, is_encrypted: bool) -> N:
     """Computes the bytes on the wire of a message with one flat tensor; of several messages, for an array.
 
     Args:
@@ -41,7 +41,9 @@ def wire_nbytes(nbytes: N, piece: N, *, sealed: bool) -> N:
       piece_nbytes: Bytes of a piece; see :func:`compute_piece_nbytes`.
       is_encrypted: True if the connection is encrypted.
     """
-    pieces = -(-nbytes // piece) * (nbytes > INLINE)
-    framed = RECORD_NBYTES + HEAD_NBYTES + nbytes + (RECORD_NBYTES + MORE_NBYTES) * pieces
-    total: N = framed + sealed * TLS_NBYTES * -(-framed // TLS_RECORD_NBYTES)
+    pieces = -(-nbytes // piece_nbytes) * (nbytes > INLINE_NBYTES)
+    framed = (
+        RECORD_HEADER_NBYTES + HEAD_NBYTES + nbytes + (RECORD_HEADER_NBYTES + PIECE_HEADER_NBYTES) * pieces
+    )
+    total: N = framed + is_encrypted * TLS_OVERHEAD_NBYTES * -(-framed // TLS_RECORD_NBYTES)
     return total

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.comm.collectives import collective_named
+from farflung.comm.collectives import find_collective
 from farflung.comm.mailbox import Mailbox
-from farflung.comm.view import View
+from farflung.comm.view import ViewSession
 from farflung.tasks import Pending
-from farflung.types import AllReduce, Payload, Sent, Tag, TensorSpec
+from farflung.types import AllReduce, Payload, SentBytes, Tag, TensorSpec
 
-__all__ = ["Group", "WallCommunicator"]
+__all__ = ["BaseCommunicator", "WallCommunicator"]
 
 
-class Group(ABC):
+class BaseCommunicator(ABC):
     """Half of a :class:`farflung.types.Communicator` that receives messages and counts sent bytes.
 
     Args:
@@ -28,12 +28,16 @@ class Group(ABC):
       sent_bytes: Bytes sent so far.
     """
 
-    def __init__(self, mailbox: Mailbox, rank: int, size: int, sent: Sent) -> None:
-        self.rank, self.size, self.sent = rank, size, sent
-        self.auto: Mapping[int, str] = {}
+    def __init__(self, mailbox: Mailbox, rank: int, size: int, sent_bytes: SentBytes) -> None:
+        self.rank, self.size, self.sent_bytes = rank, size, sent_bytes
+        self.auto_collectives: Mapping[int, str] = {}
         self._mailbox = mailbox
-        self.land, self.forget, self.advance = mailbox.land, mailbox.forget, mailbox.advance
-        self.arrival, self.departure = mailbox.arrivals.next, mailbox.departures.next
+        self.post_recv_buffer, self.cancel_exchange, self.advance_view = (
+            mailbox.post_recv_buffer,
+            mailbox.cancel_exchange,
+            mailbox.advance_view,
+        )
+        self.wait_for_join, self.wait_for_leave = mailbox.arrivals.get, mailbox.departures.get
 
     @abstractmethod
     def _begin_wait(self, deadline_s: float | None) -> float:
@@ -55,41 +59,46 @@ class Group(ABC):
         """Waits for a message of any rank."""
         return self._mailbox.recv_any(tag, expect, self._begin_wait(deadline_s), deadline_s)
 
-    def quiet_s(self, rank: int) -> float:
+    def get_idle_s(self, rank: int) -> float:
         """Returns the seconds since bytes of a member have arrived; infinity if unknown."""
         del rank
         return math.inf
 
-    def collective(self, name: str) -> AllReduce:
-        return collective_named(name).run
+    def get_collective(self, name: str) -> AllReduce:
+        return find_collective(name).run
 
 
-class WallCommunicator(Group):
+class WallCommunicator(BaseCommunicator):
     """Communicator of one view; see :class:`farflung.types.Communicator`. It belongs to the view's thread.
 
     Args:
-      view: View of its messages.
+      session: View of its messages.
       native: Sums a tensor by the backend's collective; None if there is none.
     """
 
-    lane: None = None
+    coding_processor: None = None
 
-    def __init__(self, view: View, *, native: Callable[[Tensor], Pending[Tensor]] | None = None) -> None:
-        super().__init__(view.mailbox, view.rank, view.size, view.sent)
-        self.view = view
+    def __init__(
+        self, session: ViewSession, *, native: Callable[[Tensor], Pending[Tensor]] | None = None
+    ) -> None:
+        super().__init__(session.mailbox, session.rank, session.size, session.sent_bytes)
+        self.session = session
         """View of the members."""
-        self.send, self.advance, self.reconnect = view.send, view.advance, view.reconnect
-        self.relay, self.moved_nbytes = view.relay.serve, view.waits.moved_nbytes
+        self.send, self.advance_view, self.reconnect = session.send, session.advance_view, session.reconnect
+        self.relay, self.get_traffic_nbytes = (
+            session.relay.serve_pair,
+            session.wait_monitor.get_traffic_nbytes,
+        )
         self._native = native
 
     @override
     def _begin_wait(self, deadline_s: float | None) -> float:
         del deadline_s
-        return self.view.now()
+        return self.session.read_clock()
 
     @override
-    def quiet_s(self, rank: int) -> float:
-        return self.view.transport.quiet_s(rank)
+    def get_idle_s(self, rank: int) -> float:
+        return self.session.transport.get_idle_s(rank)
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
         """Sums by the backend; calls match by their order, which must be equal on all ranks."""

@@ -12,12 +12,12 @@ from farflung.errors import ConfigError
 __all__ = [
     "LOOPBACK",
     "check_host",
-    "how_to_be_reached",
-    "interface_address",
+    "explain_reachability",
+    "find_interface_address",
+    "find_local_address",
+    "find_loopback_address",
+    "format_tcp_address",
     "is_loopback",
-    "loopback_address",
-    "route_to",
-    "tcp",
 ]
 
 LOOPBACK = "127.0.0.1"
@@ -39,7 +39,7 @@ def is_loopback(address: str) -> bool:
     return parsed.is_loopback
 
 
-def loopback_address() -> str:
+def find_loopback_address() -> str:
     """Returns this machine's loopback address: ``::1`` if there is no IPv4."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -49,7 +49,7 @@ def loopback_address() -> str:
     return LOOPBACK
 
 
-def interface_address(interface: str) -> str:
+def find_interface_address(interface: str) -> str:
     """Returns the address that ``interface`` names: itself, or the IPv4 address of that network interface.
 
     Raises:
@@ -75,7 +75,7 @@ def interface_address(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def check_host(host: str, named: str) -> None:
+def check_host(host: str, option: str) -> None:
     """Checks that a host name resolves.
 
     Args:
@@ -88,10 +88,10 @@ def check_host(host: str, named: str) -> None:
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"{named}: unknown host ({error.strerror})") from None
+        raise ConfigError(f"{option}: unknown host ({error.strerror})") from None
 
 
-def route_to(host: str) -> str:
+def find_local_address(host: str) -> str:
     """Returns this machine's address on the route to ``host``; sends nothing.
 
     Raises:
@@ -105,11 +105,11 @@ def route_to(host: str) -> str:
             except OSError:
                 continue
             address = str(probe.getsockname()[0])
-            return loopback_address() if is_loopback(address) else address
+            return find_loopback_address() if is_loopback(address) else address
     raise ConfigError(f"MASTER_ADDR {host}: no route to it; name this machine's address with --interface")
 
 
-def how_to_be_reached() -> str:
+def explain_reachability() -> str:
     """Returns advice for errors where a machine that others connect to listens on loopback."""
     return (
         "set MASTER_ADDR (--master-addr) to an address of rank 0's machine that all machines reach, not to a name that "
@@ -117,6 +117,6 @@ def how_to_be_reached() -> str:
     )
 
 
-def tcp(address: str) -> str:
+def format_tcp_address(address: str) -> str:
     """Formats an address as peers publish it, without a port."""
     return f"tcp://[{address}]" if ":" in address else f"tcp://{address}"

@@ -22,11 +22,19 @@ from pathlib import Path
 
 from farflung.errors import ConfigError
 
-__all__ = ["Keys", "certificate_of", "fingerprint", "is_public_key", "load_keys", "make_keys", "tls_context"]
+__all__ = [
+    "Keys",
+    "build_tls_context",
+    "compute_fingerprint",
+    "convert_to_der",
+    "is_public_key",
+    "load_keys",
+    "make_keys",
+]
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_FILE_NBYTES = 8192
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHER_USERS_MODE = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +49,10 @@ class Keys:
 
     public: str
     secret: str = field(repr=False)
-    listed: Mapping[str, str] | None = None
+    accepted_names: Mapping[str, str] | None = None
 
     @staticmethod
-    def fresh() -> Keys:
+    def generate() -> Keys:
         """Generates a new pair."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -70,25 +78,25 @@ class Keys:
         return Keys(public.decode(), (secret + public).decode())
 
 
-def certificate_of(public: str) -> bytes:
+def convert_to_der(public: str) -> bytes:
     """Converts a certificate from PEM to DER."""
     return ssl.PEM_cert_to_DER_cert(public)
 
 
-def fingerprint(public: str) -> str:
+def compute_fingerprint(public: str) -> str:
     """Computes the short name of a certificate: the first half of its SHA-256, in hex."""
-    return hashlib.sha256(certificate_of(public)).hexdigest()[:32]
+    return hashlib.sha256(convert_to_der(public)).hexdigest()[:32]
 
 
 def is_public_key(text: object) -> bool:
     """Returns True if ``text`` is a certificate as in :class:`Keys`."""
     try:
-        return isinstance(text, str) and _certificate(text) == text
+        return isinstance(text, str) and _extract_certificate(text) == text
     except ValueError:
         return False
 
 
-def _certificate(text: str) -> str:
+def _extract_certificate(text: str) -> str:
     """Extracts the first certificate of a text; raises ``ValueError`` if there is none."""
     begin = "-----BEGIN CERTIFICATE-----"
     public = begin + text.partition(begin)[2].partition("-----END")[0] + "-----END CERTIFICATE-----\n"
@@ -96,31 +104,31 @@ def _certificate(text: str) -> str:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=public)
     except (TypeError, ssl.SSLError):  # not ASCII, or not a certificate
         raise ValueError("no certificate") from None
-    return ssl.DER_cert_to_PEM_cert(certificate_of(public))
+    return ssl.DER_cert_to_PEM_cert(convert_to_der(public))
 
 
-def tls_context(keys: Keys, accepted: Iterable[str], *, server: bool) -> ssl.SSLContext:
+def build_tls_context(keys: Keys, accepted: Iterable[str], *, is_server: bool) -> ssl.SSLContext:
     """Builds the TLS 1.3 settings between a replica and those with ``accepted`` certificates.
 
     Verification means only that a certificate is one of these or signed by one: compare it with the expected
     one.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.options |= ssl.OP_NO_TICKET
-    if server:
+    if is_server:
         context.num_tickets = 0
-    with _file_with(keys.secret) as path:
+    with _write_temp_file(keys.secret) as path:
         context.load_cert_chain(path, password="none")  # rather than prompt for one
     for public in dict.fromkeys(accepted):
-        context.load_verify_locations(cadata=certificate_of(public))
+        context.load_verify_locations(cadata=convert_to_der(public))
     return context
 
 
 @contextmanager
-def _file_with(text: str) -> Iterator[str]:
+def _write_temp_file(text: str) -> Iterator[str]:
     """Writes a file that only this process can open; in memory on Linux."""
     if hasattr(os, "memfd_create"):
         with os.fdopen(os.memfd_create("farflung"), "w") as memory:
@@ -144,7 +152,7 @@ def load_keys(folder: Path) -> Keys:
         raise ConfigError(
             f"--keys {folder}: no such folder; make it with: farflung keys {folder} --name NAME"
         )
-    _demand_private(folder, folder.stat().st_mode, "700")
+    _check_private(folder, folder.stat().st_mode, "700")
     secret_paths = sorted(folder.glob("*.secret"))
     if len(secret_paths) != 1:
         raise ConfigError(
@@ -155,10 +163,10 @@ def load_keys(folder: Path) -> Keys:
                 else f"make one with: farflung keys {folder} --name NAME"
             )
         )
-    secret = _read(secret_paths[0], private=True)
+    secret = _read(secret_paths[0], is_private=True)
     try:
-        keys = Keys(_certificate(secret), secret)
-        tls_context(keys, [], server=True)
+        keys = Keys(_extract_certificate(secret), secret)
+        build_tls_context(keys, [], is_server=True)
     except (ValueError, ssl.SSLError):
         raise ConfigError(
             f"{secret_paths[0]}: damaged: it holds no key with its certificate; make a new key"
@@ -166,12 +174,12 @@ def load_keys(folder: Path) -> Keys:
     names = {}
     for path in sorted(folder.glob("*.public")):
         try:
-            names[_certificate(_read(path))] = path.stem
+            names[_extract_certificate(_read(path))] = path.stem
         except ValueError:
             raise ConfigError(
                 f"{path}: holds no public key; copy it again from the machine that made it"
             ) from None
-    return replace(keys, listed={**names, keys.public: secret_paths[0].stem})
+    return replace(keys, accepted_names={**names, keys.public: secret_paths[0].stem})
 
 
 def make_keys(folder: Path, name: str) -> tuple[Path, str]:
@@ -183,17 +191,17 @@ def make_keys(folder: Path, name: str) -> tuple[Path, str]:
     Raises:
       ConfigError: the folder holds a secret key already, is open to others, or cannot be written.
     """
-    if not _NAME.fullmatch(name):
+    if not _NAME_PATTERN.fullmatch(name):
         raise ConfigError(f"--name {name!r}: use up to 64 letters, digits, dots, hyphens and underscores")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _demand_private(folder, folder.stat().st_mode, "700")
+        _check_private(folder, folder.stat().st_mode, "700")
         existing = [path for path in folder.iterdir() if path.suffix == ".secret" or path.stem == name]
         if existing:
             raise ConfigError(
                 f"{existing[0]} is there already: a folder holds one machine's keys, and none is ever overwritten"
             )
-        keys = Keys.fresh()
+        keys = Keys.generate()
         public = folder / f"{name}.public"
         _write(public, keys.public, 0o644)
         try:
@@ -203,19 +211,19 @@ def make_keys(folder: Path, name: str) -> tuple[Path, str]:
             raise
     except OSError as error:
         raise ConfigError(f"{folder}: cannot keep keys there ({error.strerror})") from None
-    return public, fingerprint(keys.public)
+    return public, compute_fingerprint(keys.public)
 
 
-def _demand_private(path: Path, mode: int, wanted: str) -> None:
-    if mode & _OTHERS:
-        raise ConfigError(f"{path}: open to other users of this machine; first: chmod {wanted} {path}")
+def _check_private(path: Path, mode: int, expected_mode: str) -> None:
+    if mode & _OTHER_USERS_MODE:
+        raise ConfigError(f"{path}: open to other users of this machine; first: chmod {expected_mode} {path}")
 
 
-def _read(path: Path, *, private: bool = False) -> str:
+def _read(path: Path, *, is_private: bool = False) -> str:
     try:
         with path.open("rb") as file:
-            if private:
-                _demand_private(path, os.fstat(file.fileno()).st_mode, "600")
+            if is_private:
+                _check_private(path, os.fstat(file.fileno()).st_mode, "600")
             text = file.read(_MAX_FILE_NBYTES).decode(errors="replace")
     except OSError as error:
         raise ConfigError(f"{path}: not a key file ({type(error).__name__})") from None

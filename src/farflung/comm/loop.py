@@ -7,10 +7,10 @@ import selectors
 import time
 from collections.abc import Callable
 
-__all__ = ["Loop"]
+__all__ = ["EventLoop"]
 
 
-class Loop:
+class EventLoop:
     """Event loop of one thread: calls callbacks when a descriptor is ready or a time has come."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Loop:
         self._order += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._order, fn))
 
-    def once(self, timeout_s: float | None) -> None:
+    def run_once(self, timeout_s: float | None) -> None:
         """Waits for an event, for at most ``timeout_s`` seconds, and runs the callbacks."""
         if self._timers:
             remaining_s = max(0.0, self._timers[0][0] - time.monotonic())

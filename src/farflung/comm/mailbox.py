@@ -10,29 +10,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farflung.comm.channel import describe, of_no_view
+from farflung.comm.channel import describe_tag, is_control_plane
 from farflung.errors import DeadlinePassed, ProtocolError, WaitEnded
-from farflung.tasks import Pending, done, failed
+from farflung.tasks import Pending, create_completed, create_failed
 from farflung.types import Payload, Tag, TensorSpec
 
-__all__ = ["KEPT_NBYTES", "QUESTIONS", "Cancelled", "Full", "Mailbox", "Waiting", "check_expected"]
+__all__ = [
+    "MAX_UNRECEIVED_NBYTES",
+    "PROBES_PER_DEADLINE",
+    "IntervalSet",
+    "Mailbox",
+    "MailboxFull",
+    "PendingRecv",
+    "check_expected",
+]
 
 
-AHEAD_NBYTES = 1 << 30
+MAX_FUTURE_NBYTES = 1 << 30
 """Most stored bytes of messages of newer views."""
-KEPT_NBYTES = 1 << 28
+MAX_UNRECEIVED_NBYTES = 1 << 28
 """Most stored bytes of each untrusted sender, see :class:`Mailbox`."""
-QUESTIONS = 4
+PROBES_PER_DEADLINE = 4
 """Number of probes for signs of life in each deadline, while a wait lasts."""
-_ENTRY_NBYTES = 1 << 10
+_ENTRY_OVERHEAD_NBYTES = 1 << 10
 """Bytes of a stored message besides its tensors."""
 
 
-class Full(Exception):
+class MailboxFull(Exception):
     """Error of a message that exceeds the mailbox's limit."""
 
 
-class Waiting(NamedTuple):
+class PendingRecv(NamedTuple):
     """A pending receive.
 
     Args:
@@ -45,13 +53,13 @@ class Waiting(NamedTuple):
 
     src: int | None
     tag: Tag
-    since: float
+    start_s: float
     expect: tuple[TensorSpec, ...] | None
-    found: Pending[Any]
+    message: Pending[Any]
 
     @property
-    def what(self) -> str:
-        return describe(self.tag)
+    def description(self) -> str:
+        return describe_tag(self.tag)
 
 
 class Mailbox:
@@ -61,30 +69,30 @@ class Mailbox:
       max_unreceived_nbytes: Most bytes of unreceived messages stored for each sender; one message always is.
     """
 
-    def __init__(self, kept_nbytes: float = math.inf) -> None:
-        self._kept_nbytes = kept_nbytes
-        self._kept: Counter[int] = Counter()
+    def __init__(self, max_unreceived_nbytes: float = math.inf) -> None:
+        self._max_unreceived_nbytes = max_unreceived_nbytes
+        self._stored_nbytes: Counter[int] = Counter()
         """Bytes of unreceived messages, by sender."""
-        self._waits: dict[tuple[int | None, Tag], Waiting] = {}
+        self._waits: dict[tuple[int | None, Tag], PendingRecv] = {}
         """Waits under the run's deadline, oldest first."""
-        self._timed: dict[tuple[int | None, Tag], tuple[Waiting, float]] = {}
+        self._timed_waits: dict[tuple[int | None, Tag], tuple[PendingRecv, float]] = {}
         """Waits with a deadline of their own, and the time at which it passes, in seconds."""
-        self._arrived: dict[Tag, dict[int, list[tuple[int, Payload]]]] = {}
+        self._stored: dict[Tag, dict[int, list[tuple[int, Payload]]]] = {}
         """Unreceived messages by tag and sender, each with its number in order of arrival."""
-        self._came = 0
+        self._num_stored = 0
         """Number of messages stored so far."""
-        self._places: dict[tuple[int, Tag], Tensor] = {}
+        self._recv_buffers: dict[tuple[int, Tag], Tensor] = {}
         """Memory that messages may be received into."""
-        self._cancelled = Cancelled()
-        self._ended: BaseException | None = None
-        self._gone: dict[int, BaseException] = {}
+        self._cancelled = IntervalSet()
+        self._end_error: BaseException | None = None
+        self._sender_errors: dict[int, BaseException] = {}
         self.arrivals, self.departures = EventQueue("an arrival"), EventQueue("a departure")
         """Members that were admitted, see :meth:`admit_sender`, and those that have left or were lost."""
         self.view = 0
         """Number of the view whose messages are received."""
-        self._ahead: list[tuple[int, int, Tag, Payload]] = []
+        self._future_messages: list[tuple[int, int, Tag, Payload]] = []
         """Messages of newer views: number of the view, sender, tag and message."""
-        self.dropped = 0
+        self.num_dropped = 0
         """Number of dropped messages: of cancelled exchanges, of older views, and beyond the limit of bytes."""
 
     # --- receiving ------------------------------------------------------------------------------------------------
@@ -94,54 +102,54 @@ class Mailbox:
         src: int,
         tag: Tag,
         expect: tuple[TensorSpec, ...] | None,
-        now: float,
+        time_s: float,
         deadline_s: float | None = None,
     ) -> Pending[Payload]:
-        return self._wait(Waiting(src, tag, now, expect, Pending()), deadline_s)
+        return self._wait(PendingRecv(src, tag, time_s, expect, Pending()), deadline_s)
 
     def recv_any(
         self,
         tag: Tag,
         expect: tuple[TensorSpec, ...] | None,
-        now: float,
+        time_s: float,
         deadline_s: float | None = None,
     ) -> Pending[tuple[int, Payload]]:
-        return self._wait(Waiting(None, tag, now, expect, Pending()), deadline_s)
+        return self._wait(PendingRecv(None, tag, time_s, expect, Pending()), deadline_s)
 
-    def land(self, src: int, tag: Tag, into: Tensor) -> None:
+    def post_recv_buffer(self, src: int, tag: Tag, buffer: Tensor) -> None:
         """Posts a receive buffer; see :meth:`farflung.types.Communicator.post_recv_buffer`."""
-        if self._ended is None and into.device.type == "cpu" and into.is_contiguous():
-            self._places[src, tag] = into.detach().view(-1).view(torch.uint8)
+        if self._end_error is None and buffer.device.type == "cpu" and buffer.is_contiguous():
+            self._recv_buffers[src, tag] = buffer.detach().view(-1).view(torch.uint8)
 
-    def place(self, src: int, tag: Tag, view: int, nbytes: int) -> Tensor | None:
+    def find_recv_buffer(self, src: int, tag: Tag, view: int, nbytes: int) -> Tensor | None:
         """Finds the posted receive buffer of a message of ``nbytes`` bytes."""
-        into = self._places.get((src, tag)) if view == self.view else None
+        into = self._recv_buffers.get((src, tag)) if view == self.view else None
         return into if into is not None and into.nbytes == nbytes else None
 
-    def _wait(self, waiting: Waiting, deadline_s: float | None) -> Pending[Any]:
-        message, key = self._kept_for(waiting), (waiting.src, waiting.tag)
+    def _wait(self, waiting: PendingRecv, deadline_s: float | None) -> Pending[Any]:
+        message, key = self._pop_message(waiting), (waiting.src, waiting.tag)
         if message is not None:
-            self._lets_go(*message)
-            _hand_over(waiting, *message)
-            return waiting.found
-        error = self._ended
+            self._release_bytes(*message)
+            _complete_recv(waiting, *message)
+            return waiting.message
+        error = self._end_error
         if error is None and waiting.tag.exchange in self._cancelled:
-            error = WaitEnded(waiting.src, waiting.what)
+            error = WaitEnded(waiting.src, waiting.description)
         if error is None and waiting.src is not None:
-            error = self._gone.get(waiting.src)
+            error = self._sender_errors.get(waiting.src)
         if error is not None:
-            return failed(error)
-        if key in self._waits or key in self._timed:
-            raise RuntimeError(f"two receives for {waiting.what} from {waiting.src}")
+            return create_failed(error)
+        if key in self._waits or key in self._timed_waits:
+            raise RuntimeError(f"two receives for {waiting.description} from {waiting.src}")
         if deadline_s is None:
             self._waits[key] = waiting
         else:
-            self._timed[key] = waiting, waiting.since + deadline_s
-        return waiting.found
+            self._timed_waits[key] = waiting, waiting.start_s + deadline_s
+        return waiting.message
 
-    def _kept_for(self, waiting: Waiting) -> tuple[int, Payload] | None:
+    def _pop_message(self, waiting: PendingRecv) -> tuple[int, Payload] | None:
         """Removes the stored message that matches a wait; returns its sender and itself."""
-        senders, src = self._arrived.get(waiting.tag, {}), waiting.src
+        senders, src = self._stored.get(waiting.tag, {}), waiting.src
         if src is None:
             src = min(senders, key=lambda sender: senders[sender][0][0], default=None)
         if src is None or src not in senders:
@@ -150,7 +158,7 @@ class Mailbox:
         if not senders[src]:
             del senders[src]
         if not senders:
-            del self._arrived[waiting.tag]
+            del self._stored[waiting.tag]
         return src, payload
 
     def deliver(self, src: int, tag: Tag, payload: Payload, view: int = 0) -> None:
@@ -159,88 +167,93 @@ class Mailbox:
         Raises:
           Full: more than :data:`MAX_FUTURE_NBYTES` bytes of messages of newer views.
         """
-        if view < self.view and not of_no_view(tag.exchange):
-            self.dropped += 1
+        if view < self.view and not is_control_plane(tag.exchange):
+            self.num_dropped += 1
             return
-        if view > self.view and not of_no_view(tag.exchange):
-            if sum(message.nbytes for *_, message in self._ahead) + payload.nbytes > AHEAD_NBYTES:
-                raise Full(f"more than {AHEAD_NBYTES} bytes of newer views")
-            self._ahead.append((view, src, tag, payload))
+        if view > self.view and not is_control_plane(tag.exchange):
+            if (
+                sum(message.nbytes for *_, message in self._future_messages) + payload.nbytes
+                > MAX_FUTURE_NBYTES
+            ):
+                raise MailboxFull(f"more than {MAX_FUTURE_NBYTES} bytes of newer views")
+            self._future_messages.append((view, src, tag, payload))
             return
-        self._places.pop((src, tag), None)
-        waiting = self._take((src, tag)) or self._take((None, tag))
+        self._recv_buffers.pop((src, tag), None)
+        waiting = self._pop_wait((src, tag)) or self._pop_wait((None, tag))
         if waiting is not None:
-            _hand_over(waiting, src, payload)
+            _complete_recv(waiting, src, payload)
         elif tag.exchange in self._cancelled:
-            self.dropped += 1
+            self.num_dropped += 1
         else:
-            self._keep(src, tag, payload)
+            self._store(src, tag, payload)
 
-    def _keep(self, src: int, tag: Tag, payload: Payload) -> None:
-        stored_nbytes = self._kept[src] + payload.nbytes + _ENTRY_NBYTES
-        if self._kept[src] and stored_nbytes > self._kept_nbytes:
-            self.dropped += 1
+    def _store(self, src: int, tag: Tag, payload: Payload) -> None:
+        stored_nbytes = self._stored_nbytes[src] + payload.nbytes + _ENTRY_OVERHEAD_NBYTES
+        if self._stored_nbytes[src] and stored_nbytes > self._max_unreceived_nbytes:
+            self.num_dropped += 1
             return
-        self._kept[src] = stored_nbytes
-        self._came += 1
-        self._arrived.setdefault(tag, {}).setdefault(src, []).append((self._came, payload))
+        self._stored_nbytes[src] = stored_nbytes
+        self._num_stored += 1
+        self._stored.setdefault(tag, {}).setdefault(src, []).append((self._num_stored, payload))
 
     @property
-    def kept_nbytes(self) -> int:
+    def unreceived_nbytes(self) -> int:
         """Bytes of all unreceived messages."""
-        return self._kept.total()
+        return self._stored_nbytes.total()
 
-    def _lets_go(self, src: int, payload: Payload) -> None:
-        self._kept[src] -= payload.nbytes + _ENTRY_NBYTES
+    def _release_bytes(self, src: int, payload: Payload) -> None:
+        self._stored_nbytes[src] -= payload.nbytes + _ENTRY_OVERHEAD_NBYTES
 
-    def _take(self, key: tuple[int | None, Tag]) -> Waiting | None:
+    def _pop_wait(self, key: tuple[int | None, Tag]) -> PendingRecv | None:
         waiting = self._waits.pop(key, None)
-        return waiting if waiting is not None else self._timed.pop(key, (None, 0.0))[0]
+        return waiting if waiting is not None else self._timed_waits.pop(key, (None, 0.0))[0]
 
     # --- deadlines ------------------------------------------------------------------------------------------------
 
-    def oldest(self) -> Waiting | None:
+    def get_oldest_wait(self) -> PendingRecv | None:
         """Returns the oldest wait under the run's deadline."""
         return next(iter(self._waits.values()), None)
 
-    def any_wait(self) -> Waiting | None:
+    def get_any_wait(self) -> PendingRecv | None:
         """Returns the oldest wait under the run's deadline, or else a timed one, preferably for a single rank."""
-        timed = (waiting for waiting, _ in self._timed.values())
-        return self.oldest() or min(timed, key=lambda waiting: waiting.src is None, default=None)
+        timed = (waiting for waiting, _ in self._timed_waits.values())
+        return self.get_oldest_wait() or min(timed, key=lambda waiting: waiting.src is None, default=None)
 
-    def next_due(self) -> float | None:
+    def get_next_deadline(self) -> float | None:
         """Returns the earliest deadline of the timed waits, in seconds; None if there is none."""
-        return min((due for _, due in self._timed.values() if due < math.inf), default=None)
+        return min((due for _, due in self._timed_waits.values() if due < math.inf), default=None)
 
-    def fail(self, waiting: Waiting, error: BaseException) -> None:
-        self._take((waiting.src, waiting.tag))
-        waiting.found.fail(error)
+    def fail(self, waiting: PendingRecv, error: BaseException) -> None:
+        self._pop_wait((waiting.src, waiting.tag))
+        waiting.message.set_exception(error)
 
-    def fail_due(self, now: float) -> None:
+    def fail_due(self, time_s: float) -> None:
         """Fails the timed waits whose deadline has passed, with :class:`farflung.errors.DeadlinePassed`."""
-        for waiting in [waiting for waiting, deadline_s in self._timed.values() if deadline_s <= now]:
-            self.fail(waiting, DeadlinePassed(waiting.src, waiting.what, now - waiting.since))
+        for waiting in [
+            waiting for waiting, deadline_s in self._timed_waits.values() if deadline_s <= time_s
+        ]:
+            self.fail(waiting, DeadlinePassed(waiting.src, waiting.description, time_s - waiting.start_s))
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def forget(self, exchange: int) -> None:
+    def cancel_exchange(self, exchange: int) -> None:
         """Cancels an exchange: ends its waits, and drops its messages, present and later."""
         self._cancelled.add(exchange)
-        for waiting in [wait for wait in self._all() if wait.tag.exchange == exchange]:
-            self.fail(waiting, WaitEnded(waiting.src, waiting.what))
-        for key in [key for key in self._places if key[1].exchange == exchange]:
-            del self._places[key]
-        for tag in [tag for tag in self._arrived if tag.exchange == exchange]:
+        for waiting in [wait for wait in self._list_waits() if wait.tag.exchange == exchange]:
+            self.fail(waiting, WaitEnded(waiting.src, waiting.description))
+        for key in [key for key in self._recv_buffers if key[1].exchange == exchange]:
+            del self._recv_buffers[key]
+        for tag in [tag for tag in self._stored if tag.exchange == exchange]:
             self._drop(tag)
 
     def _drop(self, tag: Tag) -> None:
         """Drops the stored messages of a tag."""
-        for src, messages in self._arrived.pop(tag).items():
-            self.dropped += len(messages)
+        for src, messages in self._stored.pop(tag).items():
+            self.num_dropped += len(messages)
             for _, payload in messages:
-                self._lets_go(src, payload)
+                self._release_bytes(src, payload)
 
-    def advance(self, view: int) -> None:
+    def advance_view(self, view: int) -> None:
         """Replaces the view by a newer one: ends all waits and drops the messages of older views.
 
         Messages of the agreement on views stay.
@@ -250,55 +263,55 @@ class Mailbox:
         """
         if view <= self.view:
             raise ValueError(f"view {view} is not newer than {self.view}")
-        for waiting in self._all():
-            if not of_no_view(waiting.tag.exchange):
-                self.fail(waiting, WaitEnded(waiting.src, waiting.what))
-        for tag in [tag for tag in self._arrived if not of_no_view(tag.exchange)]:
+        for waiting in self._list_waits():
+            if not is_control_plane(waiting.tag.exchange):
+                self.fail(waiting, WaitEnded(waiting.src, waiting.description))
+        for tag in [tag for tag in self._stored if not is_control_plane(tag.exchange)]:
             self._drop(tag)
-        self._places.clear()
-        self.view, messages, self._ahead = view, self._ahead, []
+        self._recv_buffers.clear()
+        self.view, messages, self._future_messages = view, self._future_messages, []
         for number, src, tag, payload in messages:
             self.deliver(src, tag, payload, number)
 
     def fail_from(self, src: int, error: BaseException) -> None:
         """Fails all waits for one sender, pending and later; its stored messages can still be received."""
-        if src in self._gone:
+        if src in self._sender_errors:
             return
-        self._gone[src] = error
-        for waiting in [wait for wait in self._all() if wait.src == src]:
+        self._sender_errors[src] = error
+        for waiting in [wait for wait in self._list_waits() if wait.src == src]:
             self.fail(waiting, error)
-        self.departures.tell(src)
+        self.departures.put(src)
 
-    def welcome(self, src: int) -> None:
+    def admit_sender(self, src: int) -> None:
         """Admits a sender, perhaps again; undoes :meth:`fail_from`."""
-        self._gone.pop(src, None)
-        self.arrivals.tell(src)
+        self._sender_errors.pop(src, None)
+        self.arrivals.put(src)
 
     def end(self, error: BaseException) -> None:
         """Fails all waits, pending and later; stored messages can still be received."""
-        if self._ended is None:
-            self._ended = error
-        self._places.clear()
-        for waiting in self._all():
-            self.fail(waiting, self._ended)
+        if self._end_error is None:
+            self._end_error = error
+        self._recv_buffers.clear()
+        for waiting in self._list_waits():
+            self.fail(waiting, self._end_error)
         for queue in (self.arrivals, self.departures):
-            queue.end(self._ended)
+            queue.end(self._end_error)
 
-    def _all(self) -> list[Waiting]:
-        return [*self._waits.values(), *(waiting for waiting, _ in self._timed.values())]
+    def _list_waits(self) -> list[PendingRecv]:
+        return [*self._waits.values(), *(waiting for waiting, _ in self._timed_waits.values())]
 
 
-def _hand_over(waiting: Waiting, src: int, payload: Payload) -> None:
+def _complete_recv(waiting: PendingRecv, src: int, payload: Payload) -> None:
     try:
         if waiting.expect is not None:
-            check_expected(payload, waiting.expect, src, waiting.what)
+            check_expected(payload, waiting.expect, src, waiting.description)
     except ProtocolError as error:
-        waiting.found.fail(error)
+        waiting.message.set_exception(error)
     else:
-        waiting.found.set((src, payload) if waiting.src is None else payload)
+        waiting.message.set_result((src, payload) if waiting.src is None else payload)
 
 
-def check_expected(payload: Payload, expect: tuple[TensorSpec, ...], src: int, what: str) -> None:
+def check_expected(payload: Payload, expect: tuple[TensorSpec, ...], src: int, description: str) -> None:
     """Checks the types and shapes of a received message's tensors.
 
     Args:
@@ -310,15 +323,15 @@ def check_expected(payload: Payload, expect: tuple[TensorSpec, ...], src: int, w
     Raises:
       ProtocolError: its tensors differ.
     """
-    specs = tuple(TensorSpec.of(tensor) for tensor in payload.tensors())
+    specs = tuple(TensorSpec.from_tensor(tensor) for tensor in payload.iter_tensors())
     if specs != expect:
         raise ProtocolError(
-            f"rank {src} sent {_in_text(specs)} for {what} where {_in_text(expect)} was due: do all ranks run the same "
+            f"rank {src} sent {_format_specs(specs)} for {description} where {_format_specs(expect)} was due: do all ranks run the same "
             "model and recipe?"
         )
 
 
-def _in_text(specs: tuple[TensorSpec, ...]) -> str:
+def _format_specs(specs: tuple[TensorSpec, ...]) -> str:
     return (
         " + ".join(f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}" for spec in specs)
         or "nothing"
@@ -335,44 +348,44 @@ class EventQueue:
       event: Name of the event, for errors.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._untold: deque[int] = deque()
+    def __init__(self, event: str) -> None:
+        self._event = event
+        self._ranks: deque[int] = deque()
         self._wait: Pending[int] | None = None
-        self._ended: BaseException | None = None
+        self._end_error: BaseException | None = None
 
-    def tell(self, rank: int) -> None:
+    def put(self, rank: int) -> None:
         """Adds a rank, or passes it to the waiter."""
         wait, self._wait = self._wait, None
         if wait is None:
-            self._untold.append(rank)
+            self._ranks.append(rank)
         else:
-            wait.set(rank)
+            wait.set_result(rank)
 
-    def next(self) -> Pending[int]:
+    def get(self) -> Pending[int]:
         """Waits for the next rank.
 
         Raises:
           RuntimeError: there is a waiter already.
         """
-        if self._untold:
-            return done(self._untold.popleft())
-        if self._ended is not None:
-            return failed(self._ended)
+        if self._ranks:
+            return create_completed(self._ranks.popleft())
+        if self._end_error is not None:
+            return create_failed(self._end_error)
         if self._wait is not None:
-            raise RuntimeError(f"two waits for {self._what}")
+            raise RuntimeError(f"two waits for {self._event}")
         self._wait = Pending()
         return self._wait
 
     def end(self, error: BaseException) -> None:
         """Fails the wait, and each later one once the queue is empty."""
-        self._ended = error
+        self._end_error = error
         wait, self._wait = self._wait, None
         if wait is not None:
-            wait.fail(error)
+            wait.set_exception(error)
 
 
-class Cancelled:
+class IntervalSet:
     """Growing set of integers, stored as runs of consecutive ones.
 
     Exchanges of one purpose are numbered by step. If each is cancelled after its end, there is one run for each

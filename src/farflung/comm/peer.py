@@ -9,19 +9,19 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farflung.comm.interface import how_to_be_reached, is_loopback
-from farflung.comm.keys import Keys, fingerprint, is_public_key
+from farflung.comm.interface import explain_reachability, is_loopback
+from farflung.comm.keys import Keys, compute_fingerprint, is_public_key
 from farflung.errors import ConfigError, ProtocolError
 
-__all__ = ["CHALLENGE", "HELLO", "PROOF_NBYTES", "VISITOR", "Peer", "check_peers", "connects"]
+__all__ = ["CHALLENGE", "HELLO", "PROOF_NBYTES", "VISITOR_RANK", "Peer", "check_peers", "should_connect"]
 
 CHALLENGE = struct.Struct("<2sBx16s")
 HELLO = struct.Struct("<IB3x16s32s")
 """Rank, number of the connection, nonce, proof."""
 PROOF_NBYTES = 32
-VISITOR = (1 << 32) - 1
-"""Rank of a process that is not a member; see :mod:`farflung.comm.visits`."""
-_NAME = 255
+VISITOR_RANK = (1 << 32) - 1
+"""Rank of a process that is not a member; see :mod:`farflung.comm.visit_handler`."""
+_MAX_NAME_LENGTH = 255
 """Most characters of a machine's name."""
 _ADDRESS = re.compile(r"tcp://(?:([0-9.]+)|\[([0-9A-Fa-f:.]+)\]):([0-9]{1,5})")
 
@@ -40,7 +40,7 @@ class Peer:
     """Name of the only machine that can reach it; None if others can."""
 
     @property
-    def where(self) -> str:
+    def address_text(self) -> str:
         """The address, or a note that there is none, for errors."""
         return self.address or "no way in"
 
@@ -81,9 +81,11 @@ class Peer:
         try:
             fields = json.loads(text)
             token, address, key = bytes.fromhex(fields["token"]), fields.get("address"), fields.get("key")
-            machine = None if fields.get("machine") is None else str(fields["machine"])[:_NAME]
+            machine = None if fields.get("machine") is None else str(fields["machine"])[:_MAX_NAME_LENGTH]
             peer = Peer(int(fields["rank"]), None if address is None else str(address), token, key, machine)
-            valid = 0 <= peer.rank < VISITOR and 0 < len(token) < 256 and (key is None or is_public_key(key))
+            valid = (
+                0 <= peer.rank < VISITOR_RANK and 0 < len(token) < 256 and (key is None or is_public_key(key))
+            )
             if not valid or (address is not None and not peer.host):
                 raise ValueError(text)
             return peer
@@ -91,16 +93,16 @@ class Peer:
             raise ProtocolError(f"the store holds {text[:60]!r} where an address was due") from None
 
 
-def connects(one: Peer, other: Peer) -> bool:
+def should_connect(source: Peer, target: Peer) -> bool:
     """Returns True if ``source`` is the replica of a pair that connects to the other.
 
     If both are reachable, the higher rank connects; if one is, the other connects. Neither does if none is
-    reachable, and a third relays their messages, see :class:`farflung.comm.routes.Routes`.
+    reachable, and a third relays their messages, see :class:`farflung.comm.routes.RoutingTable`.
     """
-    return other.address is not None and (one.address is None or one.rank > other.rank)
+    return target.address is not None and (source.address is None or source.rank > target.rank)
 
 
-def check_peers(me: Peer, others: Sequence[Peer], keys: Keys | None) -> None:
+def check_peers(local_peer: Peer, peers: Sequence[Peer], keys: Keys | None) -> None:
     """Checks that ``peers`` and this replica can make up a run.
 
     Args:
@@ -112,23 +114,26 @@ def check_peers(me: Peer, others: Sequence[Peer], keys: Keys | None) -> None:
       ConfigError: some encrypt and others do not, or a key is not on the list.
       ProtocolError: two have one name, or the route to one would not be encrypted.
     """
-    for peer in others:
-        if (me.key is None) != (peer.key is None):
-            plain, encrypting = (me, peer) if me.key is None else (peer, me)
+    for peer in peers:
+        if (local_peer.key is None) != (peer.key is None):
+            plain, encrypting = (local_peer, peer) if local_peer.key is None else (peer, local_peer)
             raise ConfigError(
-                f"rank {plain.rank} listens on its own machine alone ({plain.where}), rank {encrypting.rank} encrypts "
-                f"({encrypting.where}): {how_to_be_reached()}"
+                f"rank {plain.rank} listens on its own machine alone ({plain.address_text}), rank {encrypting.rank} encrypts "
+                f"({encrypting.address_text}): {explain_reachability()}"
             )
         if peer.key is None and peer.host is not None and not is_loopback(peer.host):
             raise ProtocolError(
-                f"the store sends rank {me.rank} to {peer.address} for rank {peer.rank}, where it does not encrypt: "
+                f"the store sends rank {local_peer.rank} to {peer.address} for rank {peer.rank}, where it does not encrypt: "
                 "is it written to from another machine?"
             )
-        if keys is not None and keys.listed is not None and peer.key not in keys.listed:
+        if keys is not None and keys.accepted_names is not None and peer.key not in keys.accepted_names:
             raise ConfigError(
-                f"rank {peer.rank} at {peer.where} has the key {fingerprint(peer.key or '')}, which is not in the "
+                f"rank {peer.rank} at {peer.address_text} has the key {compute_fingerprint(peer.key or '')}, which is not in the "
                 "folder of --keys here: copy the .public file of its machine there"
             )
-    for names in ({peer.rank for peer in (me, *others)}, {peer.token for peer in (me, *others)}):
-        if len(names) <= len(others):
+    for names in (
+        {peer.rank for peer in (local_peer, *peers)},
+        {peer.token for peer in (local_peer, *peers)},
+    ):
+        if len(names) <= len(peers):
             raise ProtocolError("the store names one replica twice: is another run using it?")

@@ -9,17 +9,17 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Pool", "scratch_like"]
+__all__ = ["ALIGNMENT", "BufferPool", "allocate_like"]
 
-KEPT_NBYTES = 1 << 28
+MAX_POOL_NBYTES = 1 << 28
 """Most bytes of free and used buffers in all; beyond that, sizes requested longest ago are dropped."""
-WORTH_NBYTES = 1 << 20
+MIN_POOLED_NBYTES = 1 << 20
 """Least bytes of a pooled tensor; malloc itself reuses smaller memory."""
 ALIGNMENT = 64
 """Alignment of tensors in bytes, equal to torch's; on some processors the last bit of a product depends on it."""
 
 
-class Pool:
+class BufferPool:
     """Buffers by size. Touching a page that is new to a process costs about as much as copying it.
 
     A buffer is free once no tensor, view or message refers to it, by its reference count. A pool belongs to one
@@ -42,25 +42,25 @@ class Pool:
         self._by_size: OrderedDict[int, list[bytearray]] = OrderedDict()
         self._nbytes = 0
 
-    def tensor(self, nbytes: int) -> Tensor:
+    def allocate_tensor(self, nbytes: int) -> Tensor:
         """Allocates an uninitialized tensor of ``nbytes``, at an address that is a multiple of :data:`ALIGNMENT`."""
-        if nbytes < WORTH_NBYTES:
+        if nbytes < MIN_POOLED_NBYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
-        memory = torch.frombuffer(self.take(nbytes + ALIGNMENT), dtype=torch.uint8)
+        memory = torch.frombuffer(self.take_buffer(nbytes + ALIGNMENT), dtype=torch.uint8)
         begin = -memory.data_ptr() % ALIGNMENT
         return memory[begin : begin + nbytes]
 
-    def take(self, nbytes: int) -> bytearray:
+    def take_buffer(self, nbytes: int) -> bytearray:
         """Returns an uninitialized buffer of ``nbytes``."""
         buffers = self._by_size.setdefault(nbytes, [])
         self._by_size.move_to_end(nbytes)
         for index in range(len(buffers)):
-            if sys.getrefcount(buffers[index]) == _UNUSED:
+            if sys.getrefcount(buffers[index]) == _IDLE_REFS:
                 return buffers[index]
         buffer = bytearray(nbytes)
         buffers.append(buffer)
         self._nbytes += nbytes
-        while self._nbytes > KEPT_NBYTES:
+        while self._nbytes > MAX_POOL_NBYTES:
             size, oldest = next(iter(self._by_size.items()))
             oldest.pop(0)
             self._nbytes -= size
@@ -69,31 +69,31 @@ class Pool:
         return buffer
 
 
-def _unused() -> int:
+def _count_idle_refs() -> int:
     """Counts the references of a buffer that only a list refers to, as this call sees them."""
     buffers = [bytearray()]
     return sys.getrefcount(buffers[0])
 
 
-_UNUSED = _unused()
+_IDLE_REFS = _count_idle_refs()
 
 
-class _OfThread(threading.local):
+class _ThreadLocalPool(threading.local):
     """Pool of the calling thread."""
 
     def __init__(self) -> None:
-        self.pool = Pool()
+        self.pool = BufferPool()
 
 
-_scratch = _OfThread()
+_scratch = _ThreadLocalPool()
 
 
-def scratch_like(tensor: Tensor) -> Tensor:
+def allocate_like(tensor: Tensor) -> Tensor:
     """Allocates an uninitialized tensor like ``tensor``, for sums and copies of an exchange.
 
     On the host it reuses memory of the same thread and size if possible. It may be given away like any tensor:
     its memory is reused only once no sender, receiver or view holds it.
     """
-    if tensor.device.type != "cpu" or tensor.nbytes < WORTH_NBYTES:
+    if tensor.device.type != "cpu" or tensor.nbytes < MIN_POOLED_NBYTES:
         return torch.empty_like(tensor)
-    return _scratch.pool.tensor(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    return _scratch.pool.allocate_tensor(tensor.nbytes).view(tensor.dtype).view(tensor.shape)

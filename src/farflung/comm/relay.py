@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from farflung.comm.routes import Routes
-from farflung.comm.transport import FIRST, Transport
-from farflung.comm.wire import Kind, Message, Unauthorized, encode, json_of
+from farflung.comm.routes import RoutingTable
+from farflung.comm.transport import FIRST_PRIORITY, Transport
+from farflung.comm.wire import Message, MessageKind, Unauthorized, encode, parse_json
 from farflung.errors import PeerLost
 
 __all__ = ["Relay"]
@@ -21,7 +21,7 @@ GREETING_NBYTES = 1 << 20
 
 
 class Relay:
-    """Relay of messages, for pairs whose relay is this rank by :class:`farflung.comm.routes.Routes`.
+    """Relay of messages, for pairs whose relay is this rank by :class:`farflung.comm.routes.RoutingTable`.
 
     Args:
       transport: Transport of the messages.
@@ -30,18 +30,25 @@ class Relay:
       allow_detours: True if :meth:`serve_pair` may follow a greeting.
     """
 
-    def __init__(self, transport: Transport, routes: Routes, size: int, *, detours: bool = False) -> None:
-        self._transport, self._routes, self._size, self._detours = transport, routes, size, detours
-        self.passed: Callable[[int, int], object] = lambda *_: None
+    def __init__(
+        self, transport: Transport, routes: RoutingTable, size: int, *, allow_detours: bool = False
+    ) -> None:
+        self._transport, self._routes, self._size, self._allows_detours = (
+            transport,
+            routes,
+            size,
+            allow_detours,
+        )
+        self.on_relay: Callable[[int, int], object] = lambda *_: None
         """Callback for each relayed message, with its payload bytes and destination."""
-        self._held: dict[tuple[int, int], tuple[Message, object]] = {}
+        self._greetings: dict[tuple[int, int], tuple[Message, object]] = {}
         """Held greetings by source and destination, each with the token of the peer that it is for."""
-        self._parted: dict[frozenset[int], bool] = {}
+        self._lost_by_pair: dict[frozenset[int], bool] = {}
         """True for a connected pair of which either member is lost."""
-        self.count = 0
+        self.num_relayed = 0
         """Number of messages relayed so far."""
 
-    def take(self, rank: int, message: Message) -> None:
+    def handle_message(self, rank: int, message: Message) -> None:
         """Handles a message to another rank: relays it, or holds it if it is a greeting.
 
         Raises:
@@ -52,30 +59,32 @@ class Relay:
         if source != rank:
             raise Unauthorized("a message with another rank as its source")
         pair = frozenset((source, destination))
-        if message.kind is Kind.HELLO:
+        if message.kind is MessageKind.HELLO:
             self._hold(message)
-        elif pair not in self._parted:
+        elif pair not in self._lost_by_pair:
             raise Unauthorized("a message between two ranks that this one does not relay for")
-        elif not self._parted[pair]:
-            self._pass_on(message)
+        elif not self._lost_by_pair[pair]:
+            self._forward(message)
 
-    def serve(self, one: int, other: int) -> None:
+    def serve_pair(self, rank_a: int, rank_b: int) -> None:
         """Starts to relay for a pair whose connection is broken, beginning with its held greetings."""
-        self._routes.detour(one, other, self._transport.me.rank)
-        self._introduce(one, other)
+        self._routes.set_detour(rank_a, rank_b, self._transport.local_peer.rank)
+        self._introduce(rank_a, rank_b)
 
-    def settle(self) -> None:
+    def prune_greetings(self) -> None:
         """Drops held greetings of pairs that can connect, after a new view has changed their routes."""
-        self._held = {ends: item for ends, item in self._held.items() if not self._routes.connect(*ends)}
+        self._greetings = {
+            ends: item for ends, item in self._greetings.items() if not self._routes.can_connect(*ends)
+        }
 
-    def lost(self, rank: int) -> None:
+    def handle_lost(self, rank: int) -> None:
         """Stops relaying to and from a lost member, until it greets again."""
-        self._held = {ends: greeting for ends, greeting in self._held.items() if ends[0] != rank}
-        self._parted.update({pair: True for pair in self._parted if rank in pair})
+        self._greetings = {ends: greeting for ends, greeting in self._greetings.items() if ends[0] != rank}
+        self._lost_by_pair.update({pair: True for pair in self._lost_by_pair if rank in pair})
 
-    def serves(self, gone: Collection[int]) -> bool:
+    def is_needed(self, lost_ranks: Collection[int]) -> bool:
         """Returns True if this rank relays for a pair without members in ``lost_ranks``."""
-        return any(not lost and pair.isdisjoint(gone) for pair, lost in self._parted.items())
+        return any(not lost and pair.isdisjoint(lost_ranks) for pair, lost in self._lost_by_pair.items())
 
     def _hold(self, message: Message) -> None:
         """Holds a greeting until its counterpart has arrived, then relays both.
@@ -85,34 +94,34 @@ class Relay:
             greeting is too large.
         """
         source, destination, _ = message.route
-        is_known, is_relay = destination in self._routes, self._serves(source, destination)
-        if is_known and not is_relay and not self._detours:
+        is_known, is_relay = destination in self._routes, self._is_relay_of(source, destination)
+        if is_known and not is_relay and not self._allows_detours:
             raise Unauthorized("a greeting between two ranks that this one does not relay for")
         if destination >= self._size or message.payload.nbytes > GREETING_NBYTES:
             raise Unauthorized(
                 "a greeting to a rank that is not of this run, or a greeting that is too large"
             )
-        self._held[source, destination] = message, json_of(message.payload).get("to")
+        self._greetings[source, destination] = message, parse_json(message.payload).get("to")
         if is_known and is_relay:
             self._introduce(source, destination)
 
-    def _serves(self, one: int, other: int) -> bool:
-        return self._routes.between(one, other) == self._transport.me.rank
+    def _is_relay_of(self, rank_a: int, rank_b: int) -> bool:
+        return self._routes.find_relay(rank_a, rank_b) == self._transport.local_peer.rank
 
-    def _introduce(self, one: int, other: int) -> None:
+    def _introduce(self, rank_a: int, rank_b: int) -> None:
         """Relays the greetings of two ranks to each other, if both are held and current."""
-        pairs = ((other, one), (one, other))
+        pairs = ((rank_b, rank_a), (rank_a, rank_b))
         if all(map(self._is_current, pairs)):
-            self._parted[frozenset(pairs[0])] = False
-            for greeting, _ in [self._held.pop(ends) for ends in pairs]:
-                self._pass_on(greeting)
+            self._lost_by_pair[frozenset(pairs[0])] = False
+            for greeting, _ in [self._greetings.pop(ends) for ends in pairs]:
+                self._forward(greeting)
 
     def _is_current(self, ends: tuple[int, int]) -> bool:
         """Returns True if a greeting of this pair is held and has the token of its current destination."""
-        greeting = self._held.get(ends)
-        return greeting is not None and greeting[1] == self._routes.token(ends[1])
+        greeting = self._greetings.get(ends)
+        return greeting is not None and greeting[1] == self._routes.get_token(ends[1])
 
-    def _pass_on(self, message: Message) -> None:
+    def _forward(self, message: Message) -> None:
         _, destination, priority = message.route
         frames = encode(
             message.kind,
@@ -121,10 +130,10 @@ class Relay:
             message.payload,
             route=message.route,
         )
-        self.count += 1
-        if message.kind is Kind.DATA:
-            self.passed(message.payload.nbytes, destination)
+        self.num_relayed += 1
+        if message.kind is MessageKind.DATA:
+            self.on_relay(message.payload.nbytes, destination)
             self._transport.send(destination, frames, priority=priority, view=message.view)
             return
         with suppress(PeerLost):  # the loss is reported when the connection closes
-            self._transport.say(destination, frames, last=priority != FIRST)
+            self._transport.send_control(destination, frames, last=priority != FIRST_PRIORITY)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from farflung.comm.peer import Peer, connects
+from farflung.comm.peer import Peer, should_connect
 from farflung.errors import ConfigError
 
-__all__ = ["Routes"]
+__all__ = ["RoutingTable"]
 
 
-class Routes:
+class RoutingTable:
     """Routes between the members of a view; all members compute equal ones.
 
     Between two ranks that accept no connections, the lowest rank that accepts them relays. The relay of a pair
@@ -21,10 +21,10 @@ class Routes:
       local_peer: Peer of this rank.
     """
 
-    def __init__(self, me: Peer) -> None:
-        self._me = me
-        self._peers = {me.rank: me}
-        self._met = {me.rank: 0}
+    def __init__(self, local_peer: Peer) -> None:
+        self._local_peer = local_peer
+        self._peers = {local_peer.rank: local_peer}
+        self._meetings = {local_peer.rank: 0}
         """Number of the meeting at which each rank joined."""
         self._relays: list[int | None] = []
         """Relay by meeting."""
@@ -33,7 +33,7 @@ class Routes:
         self._hops: dict[int, int] = {}
         """Next hop to each rank, looked up for every message."""
 
-    def meet(self, peers: Sequence[Peer], gone: Collection[int] = ()) -> None:
+    def add_peers(self, peers: Sequence[Peer], lost_ranks: Collection[int] = ()) -> None:
         """Adds peers; one whose rank is known already replaces the earlier peer.
 
         Args:
@@ -44,7 +44,7 @@ class Routes:
           ConfigError: no rank can relay between two of them.
         """
         updated = {**self._peers, **{peer.rank: peer for peer in peers}}
-        present = [updated[rank] for rank in sorted(updated) if rank not in gone]
+        present = [updated[rank] for rank in sorted(updated) if rank not in lost_ranks]
         relay = next((peer.rank for peer in present if peer.address is not None), None)
         hidden = [peer.rank for peer in present if peer.address is None]
         if relay is None and len(hidden) > 1:
@@ -52,68 +52,68 @@ class Routes:
                 f"ranks {hidden[0]} and {hidden[1]} advertise no address, and neither does any other rank: make one of "
                 "them reachable (--port, --advertise HOST:PORT)"
             )
-        self._met.update({peer.rank: len(self._relays) for peer in peers})
+        self._meetings.update({peer.rank: len(self._relays) for peer in peers})
         self._relays.append(relay)
         self._peers = updated
-        self._find_hops()
+        self._update_hops()
 
-    def detour(self, one: int, other: int, relay: int | None) -> None:
+    def set_detour(self, rank_a: int, rank_b: int, relay: int | None) -> None:
         """Sets the relay of two ranks whose connection is broken; None restores their first route."""
         if relay is None:
-            self._detours.pop(frozenset((one, other)), None)
+            self._detours.pop(frozenset((rank_a, rank_b)), None)
         else:
-            self._detours[frozenset((one, other))] = relay
-        self._find_hops()
+            self._detours[frozenset((rank_a, rank_b))] = relay
+        self._update_hops()
 
-    def _find_hops(self) -> None:
+    def _update_hops(self) -> None:
         for rank in self._peers:
-            relay = self.relay(rank)
+            relay = self.get_relay(rank)
             self._hops[rank] = rank if relay is None else relay
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
 
-    def peer(self, rank: int) -> Peer:
+    def get_peer(self, rank: int) -> Peer:
         return self._peers[rank]
 
-    def token(self, rank: int) -> str:
+    def get_token(self, rank: int) -> str:
         """Returns the hex token that distinguishes a rank's peer from earlier ones of that rank."""
         return self._peers[rank].token.hex()
 
-    def goes_to(self, rank: int) -> bool:
+    def should_connect_to(self, rank: int) -> bool:
         """Returns True if this rank connects to ``rank``."""
-        return connects(self._me, self._peers[rank])
+        return should_connect(self._local_peer, self._peers[rank])
 
-    def comes_from(self, rank: int) -> bool:
+    def should_accept(self, rank: int) -> bool:
         """Returns True if ``rank`` connects to this rank."""
-        return connects(self._peers[rank], self._me)
+        return should_connect(self._peers[rank], self._local_peer)
 
-    def between(self, one: int, other: int) -> int | None:
+    def find_relay(self, rank_a: int, rank_b: int) -> int | None:
         """Finds the relay between two ranks; None if they need none, or one is unknown."""
-        if one == other or not {one, other} <= self._peers.keys():
+        if rank_a == rank_b or not {rank_a, rank_b} <= self._peers.keys():
             return None
-        if (detour := self._detours.get(frozenset((one, other)))) is not None:
+        if (detour := self._detours.get(frozenset((rank_a, rank_b)))) is not None:
             return detour
-        if self.connect(one, other):
+        if self.can_connect(rank_a, rank_b):
             return None
-        return self._relays[max(self._met[one], self._met[other])]
+        return self._relays[max(self._meetings[rank_a], self._meetings[rank_b])]
 
-    def connect(self, one: int, other: int) -> bool:
+    def can_connect(self, rank_a: int, rank_b: int) -> bool:
         """Returns True if one of two ranks can connect to the other."""
-        return any(rank in self._peers and self._peers[rank].address is not None for rank in (one, other))
+        return any(rank in self._peers and self._peers[rank].address is not None for rank in (rank_a, rank_b))
 
-    def relay(self, rank: int) -> int | None:
+    def get_relay(self, rank: int) -> int | None:
         """Returns the relay between this rank and ``rank``; None if they need none, or ``rank`` is unknown."""
-        return self.between(self._me.rank, rank)
+        return self.find_relay(self._local_peer.rank, rank)
 
-    def next_hop(self, rank: int) -> int:
+    def get_next_hop(self, rank: int) -> int:
         """Returns the relay on the route to ``rank``, or ``rank`` itself."""
         return self._hops.get(rank, rank)
 
-    def behind(self, relay: int) -> list[int]:
+    def list_ranks_behind(self, relay: int) -> list[int]:
         """Lists the ranks that this rank reaches through ``relay``."""
-        return [rank for rank in sorted(self._peers) if self.relay(rank) == relay]
+        return [rank for rank in sorted(self._peers) if self.get_relay(rank) == relay]
 
-    def relayed_to(self, rank: int) -> list[int]:
+    def list_ranks_served(self, rank: int) -> list[int]:
         """Lists the ranks that ``rank`` reaches through this rank."""
-        return [peer for peer in sorted(self._peers) if self.between(rank, peer) == self._me.rank]
+        return [peer for peer in sorted(self._peers) if self.find_relay(rank, peer) == self._local_peer.rank]

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from farflung.comm.keys import Keys
 from farflung.comm.peer import Peer
-from farflung.comm.records import FIRST, LAST
+from farflung.comm.records import FIRST_PRIORITY, LAST_PRIORITY
 from farflung.comm.wire import Frame, Head, Message
 from farflung.tasks import Pending
 
-__all__ = ["FIRST", "LAST", "Listener", "Traffic", "Transport"]
+__all__ = ["FIRST_PRIORITY", "LAST_PRIORITY", "ConnectionTraffic", "Listener", "Transport"]
 
 
-class Traffic(NamedTuple):
+class ConnectionTraffic(NamedTuple):
     """Byte counts of the connections to a member.
 
     Args:
@@ -24,14 +24,14 @@ class Traffic(NamedTuple):
       bulk_nbytes: Bytes of large tensors to and from it.
     """
 
-    heard_nbytes: int
-    moved_nbytes: int
+    received_nbytes: int
+    bulk_nbytes: int
 
 
 class Listener(Protocol):
     """Receiver of a transport's events, on the thread that polls the transport."""
 
-    def arrived(self, rank: int, message: Message) -> None:
+    def handle_message(self, rank: int, message: Message) -> None:
         """Handles a message of an authenticated member.
 
         Raises:
@@ -39,7 +39,7 @@ class Listener(Protocol):
         """
         ...
 
-    def room(self, rank: int, head: Head, nbytes: int) -> Tensor | None:
+    def get_recv_buffer(self, rank: int, head: Head, nbytes: int) -> Tensor | None:
         """Provides memory for the first large tensor of a message; if None, the transport allocates it.
 
         Args:
@@ -49,19 +49,19 @@ class Listener(Protocol):
         """
         ...
 
-    def malformed(self, rank: int, nbytes: int, why: str) -> None:
+    def handle_malformed(self, rank: int, nbytes: int, reason: str) -> None:
         """Handles unreadable bytes of a member, whose connection can no longer be trusted."""
         ...
 
-    def closed(self, rank: int) -> None:
+    def handle_close(self, rank: int) -> None:
         """Handles the close of a connection by its member, after all earlier messages."""
         ...
 
-    def denied(self, rank: int) -> None:
+    def handle_denial(self, rank: int) -> None:
         """Handles a member's refusal of this process's connection."""
         ...
 
-    def ended(self, rank: int) -> None:
+    def handle_process_end(self, rank: int) -> None:
         """Handles the end of a process: nothing listens any more at the address of a member that is reconnected."""
         ...
 
@@ -73,7 +73,7 @@ class Transport(Protocol):
     """
 
     @property
-    def me(self) -> Peer:
+    def local_peer(self) -> Peer:
         """Rank, address and token of this process."""
         ...
 
@@ -83,12 +83,12 @@ class Transport(Protocol):
         ...
 
     @property
-    def refused(self) -> int:
+    def num_refused(self) -> int:
         """Number of refused messages: foreign to this run, or malformed."""
         ...
 
     @property
-    def turned_away(self) -> int:
+    def num_rejected(self) -> int:
         """Number of connections that closed before they were authenticated."""
         ...
 
@@ -96,11 +96,11 @@ class Transport(Protocol):
     """Largest payload accepted, in bytes; to be lowered once the model is known."""
 
     @property
-    def held_nbytes(self) -> int:
+    def queued_nbytes(self) -> int:
         """Queued bytes, which can still be overtaken or withdrawn."""
         ...
 
-    def open(self, others: Sequence[Peer], listener: Listener, *, again: bool = False) -> None:
+    def connect_peers(self, peers: Sequence[Peer], listener: Listener, *, is_reconnect: bool = False) -> None:
         """Accepts the connections of some peers and connects to the others; may be called again with more peers.
 
         Args:
@@ -112,16 +112,16 @@ class Transport(Protocol):
         """
         ...
 
-    def dismiss(self, rank: int) -> None:
+    def remove_peer(self, rank: int) -> None:
         """Removes a peer; its connections and messages are refused from now on."""
         ...
 
-    def expects(self, count: int) -> None:
+    def set_expected(self, count: int) -> None:
         """Sets the number of connections still to be accepted; at 0, all further ones are refused."""
         ...
 
-    def receive(self, key: bytes, answer: Callable[[bytes], bytes]) -> None:
-        """Accepts questions of processes that are not members from now on; see :mod:`farflung.comm.visits`.
+    def accept_visits(self, key: bytes, answer: Callable[[bytes], bytes]) -> None:
+        """Accepts questions of processes that are not members from now on; see :mod:`farflung.comm.visit_handler`.
 
         Args:
           key: Key of the run; visitors prove that they know it.
@@ -129,15 +129,15 @@ class Transport(Protocol):
         """
         ...
 
-    def quiet_s(self, rank: int) -> float:
+    def get_idle_s(self, rank: int) -> float:
         """Returns the seconds since bytes of a member have arrived; infinity if it is not connected."""
         ...
 
-    def traffic(self, rank: int) -> Traffic:
+    def get_traffic(self, rank: int) -> ConnectionTraffic:
         """Returns the bytes that a member's connections have carried so far."""
         ...
 
-    def failed_at(self, rank: int) -> bool:
+    def has_failed_auth(self, rank: int) -> bool:
         """Returns True if a process at a member's address failed to authenticate as that member."""
         ...
 
@@ -152,7 +152,7 @@ class Transport(Protocol):
         """
         ...
 
-    def say(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
+    def send_control(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
         """Sends a control message ahead of all queued ones, or with ``last`` behind them.
 
         Raises:

@@ -20,19 +20,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from farflung.comm.keys import certificate_of
-from farflung.comm.peer import CHALLENGE, HELLO, PROOF_NBYTES, VISITOR
+from farflung.comm.keys import convert_to_der
+from farflung.comm.peer import CHALLENGE, HELLO, PROOF_NBYTES, VISITOR_RANK
 from farflung.errors import FarflungError
 from farflung.types import Json
 
-__all__ = ["LENGTH", "MOST_NBYTES", "Access", "answered", "exactly", "visit_proof"]
+__all__ = ["LENGTH", "MAX_NBYTES", "Access", "compute_visit_proof", "process_question", "receive_exactly"]
 
 LENGTH = struct.Struct("<I")
 """Header of a question and of its answer, which are JSON."""
-MOST_NBYTES = 1 << 22
+MAX_NBYTES = 1 << 22
 
 
-def visit_proof(
+def compute_visit_proof(
     key: bytes, end: Literal["member", "visitor"], nonces: bytes, certificate: str | bytes | None
 ) -> bytes:
     """Computes the proof that one end of a connection knows the run's key.
@@ -43,15 +43,15 @@ def visit_proof(
       nonces: The member's nonce, then the visitor's.
       certificate: Certificate of the member, in PEM or DER; None without encryption.
     """
-    der = certificate_of(certificate) if isinstance(certificate, str) else certificate or b""
+    der = convert_to_der(certificate) if isinstance(certificate, str) else certificate or b""
     text = b"farflung " + end.encode() + nonces + hashlib.sha256(der).digest()
     return hmac.digest(key, text, "sha256")
 
 
-def answered(find: Callable[[Any], Mapping[str, Json]], said: bytes) -> bytes:
+def process_question(find: Callable[[Any], Mapping[str, Json]], question: bytes) -> bytes:
     """Processes a question: encodes the result of ``find``, or the error that it raises."""
     try:
-        answer = find(json.loads(said))
+        answer = find(json.loads(question))
     except (FarflungError, RecursionError, ValueError) as error:
         answer = {"refused": str(error)}
     return json.dumps(answer).encode()
@@ -68,11 +68,11 @@ class Access:
     """
 
     key: bytes
-    encrypted: bool
+    is_encrypted: bool
     addresses: Sequence[str]
 
     def to_json(self) -> dict[str, Json]:
-        return {"key": self.key.hex(), "encrypted": self.encrypted, "addresses": list(self.addresses)}
+        return {"key": self.key.hex(), "encrypted": self.is_encrypted, "addresses": list(self.addresses)}
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Access:
@@ -87,7 +87,7 @@ class Access:
 
         Args:
           address: Address of the member.
-          question: Question, see :mod:`farflung.wall.visits`.
+          question: Question, see :mod:`farflung.wall.visit_handler`.
           patience_s: Most seconds that the visit may take.
 
         Returns:
@@ -99,23 +99,27 @@ class Access:
         deadline_s = time.monotonic() + patience_s
         host, _, port = address.rpartition(":")
         raw_socket = socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s)
-        with _sealed(raw_socket) if self.encrypted else raw_socket as connection:
-            *_, nonce = CHALLENGE.unpack(exactly(connection, CHALLENGE.size, deadline_s))
+        with _wrap_tls(raw_socket) if self.is_encrypted else raw_socket as connection:
+            *_, nonce = CHALLENGE.unpack(receive_exactly(connection, CHALLENGE.size, deadline_s))
             visitor_nonce = secrets.token_bytes(16)
             der = connection.getpeercert(True) if isinstance(connection, ssl.SSLSocket) else None
-            visitor_proof = visit_proof(self.key, "visitor", nonce + visitor_nonce, der)
-            connection.sendall(HELLO.pack(VISITOR, 0, visitor_nonce, visitor_proof))
-            proof = exactly(connection, PROOF_NBYTES, deadline_s)
-            if not hmac.compare_digest(proof, visit_proof(self.key, "member", nonce + visitor_nonce, der)):
+            visitor_proof = compute_visit_proof(self.key, "visitor", nonce + visitor_nonce, der)
+            connection.sendall(HELLO.pack(VISITOR_RANK, 0, visitor_nonce, visitor_proof))
+            proof = receive_exactly(connection, PROOF_NBYTES, deadline_s)
+            if not hmac.compare_digest(
+                proof, compute_visit_proof(self.key, "member", nonce + visitor_nonce, der)
+            ):
                 raise ConnectionError("another run")
             text = json.dumps(question).encode()
             connection.sendall(LENGTH.pack(len(text)) + text)
-            (nbytes,) = LENGTH.unpack(exactly(connection, LENGTH.size, deadline_s))
-            answer: dict[str, Any] = json.loads(exactly(connection, min(nbytes, MOST_NBYTES), deadline_s))
+            (nbytes,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size, deadline_s))
+            answer: dict[str, Any] = json.loads(
+                receive_exactly(connection, min(nbytes, MAX_NBYTES), deadline_s)
+            )
             return answer
 
 
-def _sealed(plain: socket.socket) -> ssl.SSLSocket:
+def _wrap_tls(plain: socket.socket) -> ssl.SSLSocket:
     """Wraps a socket in TLS, before the member is authenticated."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -125,7 +129,7 @@ def _sealed(plain: socket.socket) -> ssl.SSLSocket:
         return context.wrap_socket(plain)
 
 
-def exactly(link: socket.socket, nbytes: int, until: float) -> bytes:
+def receive_exactly(connection: socket.socket, nbytes: int, deadline_s: float) -> bytes:
     """Receives exactly ``nbytes`` bytes, until a time on the monotonic clock.
 
     Raises:
@@ -133,8 +137,8 @@ def exactly(link: socket.socket, nbytes: int, until: float) -> bytes:
     """
     data = b""
     while len(data) < nbytes:
-        link.settimeout(max(1e-3, until - time.monotonic()))
-        part = link.recv(nbytes - len(data))
+        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))
+        part = connection.recv(nbytes - len(data))
         if not part:
             raise ConnectionError("the connection was closed")
         data += part

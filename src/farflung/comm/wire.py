@@ -2,7 +2,7 @@
 
 A message is a head, which also carries tensors of up to :data:`INLINE_NBYTES` bytes as long as it fits in
 :data:`MAX_INLINE_HEAD_NBYTES`, and one frame for each other tensor. Nothing is unpickled; every size is bounded
-before memory is allocated. :mod:`farflung.comm.records` describes how frames cross a connection.
+before memory is allocated. :mod:`farflung.comm.num_records` describes how frames cross a connection.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import Tensor
 from farflung.types import Payload, Tag
 
 __all__ = [
-    "DIRECT",
-    "INLINE",
+    "DIRECT_ROUTE",
+    "INLINE_NBYTES",
     "MAGIC",
-    "MOST_HEAD",
+    "MAX_INLINE_HEAD_NBYTES",
     "VERSION",
     "Frame",
     "Head",
-    "Kind",
     "Message",
-    "Route",
+    "MessageKind",
+    "RelayRoute",
     "Unauthorized",
     "WireError",
     "encode",
-    "json_of",
+    "parse_json",
     "read_head",
     "supports_dtype",
 ]
@@ -44,11 +44,11 @@ Frame: TypeAlias = "bytes | bytearray | memoryview"
 
 MAGIC = b"FF"
 VERSION = 5
-INLINE = 4096
+INLINE_NBYTES = 4096
 """Largest tensor that is stored in the head, while the head has at most :data:`MAX_INLINE_HEAD_NBYTES`."""
-MOST_HEAD = 1 << 17
+MAX_INLINE_HEAD_NBYTES = 1 << 17
 """Largest head with tensors in it, in bytes."""
-MOST_LARGE = 256
+MAX_LARGE_TENSORS = 256
 """Most tensors outside of the head."""
 
 _HEADER = struct.Struct("<2sBBIQIIIIIi")
@@ -87,7 +87,7 @@ class Unauthorized(WireError):
     """Error of a well-formed message that its sender may not send, or not yet."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kind of a message."""
 
     DATA = 0
@@ -99,10 +99,10 @@ class Kind(IntEnum):
     """A rank for which the sender relays is lost."""
 
 
-_KINDS = tuple(Kind)
+_KINDS = tuple(MessageKind)
 
 
-class Route(NamedTuple):
+class RelayRoute(NamedTuple):
     """Route of a message that a third member relays.
 
     Args:
@@ -116,18 +116,18 @@ class Route(NamedTuple):
     priority: int
 
 
-DIRECT = Route(0, 0, 0)
+DIRECT_ROUTE = RelayRoute(0, 0, 0)
 """Route of a message that is not relayed."""
 
 
 class Message(NamedTuple):
     """A decoded message; control kinds carry JSON as a uint8 tensor."""
 
-    kind: Kind
+    kind: MessageKind
     view: int
     tag: Tag
     payload: Payload
-    route: Route = DIRECT
+    route: RelayRoute = DIRECT_ROUTE
 
 
 class Head(NamedTuple):
@@ -142,27 +142,27 @@ class Head(NamedTuple):
       frame: Bytes of the head itself.
     """
 
-    kind: Kind
+    kind: MessageKind
     view: int
     tag: Tag
-    route: Route
+    route: RelayRoute
     layout: _Layout
     frame: Frame
 
     @property
-    def large(self) -> list[int]:
+    def large_nbytes(self) -> list[int]:
         """Bytes of each tensor that has a frame of its own."""
-        return self.layout.large
+        return self.layout.large_nbytes
 
     @property
-    def begins_large(self) -> bool:
+    def has_large_first_part(self) -> bool:
         """Returns True if the payload's first part is a tensor with a frame of its own."""
-        return self.layout.tree[:1] == [None] and self.layout.leaves[0].at is None
+        return self.layout.tree[:1] == [None] and self.layout.leaves[0].offset is None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole message."""
-        return len(self.frame) + sum(self.layout.large)
+        return len(self.frame) + sum(self.layout.large_nbytes)
 
     def check(self, max_nbytes: int) -> None:
         """Raises :class:`WireError` if the payload is larger than ``max_nbytes``."""
@@ -173,39 +173,41 @@ class Head(NamedTuple):
             error.nbytes = self.nbytes
             raise error
 
-    def message(self, large: Sequence[Tensor] = ()) -> Message:
+    def build_message(self, large_tensors: Sequence[Tensor] = ()) -> Message:
         """Builds the message.
 
         Args:
           large_tensors: Tensors that have frames of their own, as bytes.
         """
-        layout, remaining = self.layout, iter(large)
+        layout, remaining = self.layout, iter(large_tensors)
         tensors = [leaf.read(self.frame, remaining) for leaf in layout.leaves]
-        payload = _payload(layout.tree, iter(tensors)) if layout.nested else Payload(tuple(tensors))
+        payload = _build_payload(layout.tree, iter(tensors)) if layout.is_nested else Payload(tuple(tensors))
         return Message(self.kind, self.view, self.tag, payload, self.route)
 
 
-def encode(kind: Kind, view: int, tag: Tag, payload: Payload, *, route: Route = DIRECT) -> list[Frame]:
+def encode(
+    kind: MessageKind, view: int, tag: Tag, payload: Payload, *, route: RelayRoute = DIRECT_ROUTE
+) -> list[Frame]:
     """Encodes a message as frames: its head, and one for each large tensor, which is not copied.
 
     Raises:
       ValueError: the payload has more tensors than fit in a message.
     """
     tensors: list[Tensor] = []
-    description = _description(_structure(payload, tensors))
+    description = _encode_description(_collect_structure(payload, tensors))
     head: list[Frame] = [b"", description]
     frames: list[Frame] = []
     offset = _HEADER.size + len(description)
     for tensor in tensors:
         dense = tensor.detach().contiguous()
-        if not _rides(dense.nbytes, offset):
+        if not _is_inline(dense.nbytes, offset):
             frames.append(dense.reshape(-1).view(torch.uint8).numpy().data)
             continue
         # NumPy knows no bfloat16.
         head.append((dense.view(torch.int16) if dense.dtype == torch.bfloat16 else dense).numpy().data)
         head.append(_PADDING[dense.nbytes % _ALIGNMENT])
         offset += dense.nbytes + -dense.nbytes % _ALIGNMENT
-    if len(frames) > MOST_LARGE or len(description) > MOST_HEAD:
+    if len(frames) > MAX_LARGE_TENSORS or len(description) > MAX_INLINE_HEAD_NBYTES:
         raise ValueError(f"a payload of {len(tensors)} tensors is more than fits in a message")
     head[0] = _HEADER.pack(
         MAGIC, VERSION, kind, view, tag.exchange, tag.part, tag.hop, len(description), *route
@@ -232,15 +234,15 @@ def read_head(frame: Frame) -> Head:
     end = _HEADER.size + description_nbytes
     if end > len(frame):
         raise WireError("a description that ends early")
-    layout = _layout(bytes(frame[_HEADER.size : end]))
+    layout = _parse_layout(bytes(frame[_HEADER.size : end]))
     if layout.head_nbytes != len(frame):
         raise WireError(f"{len(frame)} bytes where {layout.head_nbytes} were described")
-    return Head(_KINDS[kind], view, Tag(exchange, part, hop), Route(*route), layout, frame)
+    return Head(_KINDS[kind], view, Tag(exchange, part, hop), RelayRoute(*route), layout, frame)
 
 
-def _rides(nbytes: int, at: int) -> bool:
+def _is_inline(nbytes: int, offset: int) -> bool:
     """Returns True if a tensor is stored in the head, which is ``offset`` bytes long without it."""
-    return nbytes == 0 or (nbytes <= INLINE and at + nbytes <= MOST_HEAD)
+    return nbytes == 0 or (nbytes <= INLINE_NBYTES and offset + nbytes <= MAX_INLINE_HEAD_NBYTES)
 
 
 # --- payload structure ----------------------------------------------------------------------------------------------
@@ -251,11 +253,11 @@ _Tree: TypeAlias = "list[_Tree | None]"
 """Nested lists of a payload, with None for each tensor."""
 
 
-def _structure(payload: Payload, tensors: list[Tensor]) -> _Structure:
+def _collect_structure(payload: Payload, tensors: list[Tensor]) -> _Structure:
     structure: list[Any] = []
     for part in payload.parts:
         if isinstance(part, Payload):
-            structure.append(_structure(part, tensors))
+            structure.append(_collect_structure(part, tensors))
         else:
             structure.append((part.dtype, part.shape))
             tensors.append(part)
@@ -263,7 +265,7 @@ def _structure(payload: Payload, tensors: list[Tensor]) -> _Structure:
 
 
 @lru_cache(maxsize=1024)
-def _description(structure: _Structure) -> bytes:
+def _encode_description(structure: _Structure) -> bytes:
     chunks = [bytes((_NESTED, len(structure)))]
 
     def describe(nodes: _Structure) -> None:
@@ -287,7 +289,7 @@ class _Leaf:
     dtype: torch.dtype
     shape: tuple[int, ...]
     numel: int
-    at: int | None
+    offset: int | None
 
     @property
     def nbytes(self) -> int:
@@ -296,11 +298,11 @@ class _Leaf:
     def read(self, frame: Frame, large: Iterator[Tensor]) -> Tensor:
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        if self.at is None:
+        if self.offset is None:
             flat = next(large)
         else:
             # Copied as bytes, since they may lie at any address; torch aligns the copy.
-            flat = torch.frombuffer(frame, dtype=torch.uint8, count=self.nbytes, offset=self.at).clone()
+            flat = torch.frombuffer(frame, dtype=torch.uint8, count=self.nbytes, offset=self.offset).clone()
         tensor = flat.view(self.dtype)
         return tensor if len(self.shape) == 1 else tensor.view(self.shape)
 
@@ -311,15 +313,15 @@ class _Layout:
 
     leaves: tuple[_Leaf, ...]
     tree: _Tree
-    nested: bool
+    is_nested: bool
     nbytes: int
     head_nbytes: int
-    large: list[int]
+    large_nbytes: list[int]
     """Bytes of each tensor outside of the head."""
 
 
 @lru_cache(maxsize=1024)
-def _layout(description: bytes) -> _Layout:
+def _parse_layout(description: bytes) -> _Layout:
     """Parses a description; raises :class:`WireError` if it is malformed, which is not cached."""
     specs: list[tuple[torch.dtype, tuple[int, ...]]] = []
     try:
@@ -336,7 +338,7 @@ def _layout(description: bytes) -> _Layout:
         numel = math.prod(shape)
         size = numel * dtype.itemsize
         nbytes += size
-        if not _rides(size, offset):
+        if not _is_inline(size, offset):
             leaves.append(_Leaf(dtype, shape, numel, None))
             continue
         if size == 0 and math.prod(max(dim, 1) for dim in shape) > _MAX_EXTENT:
@@ -344,46 +346,46 @@ def _layout(description: bytes) -> _Layout:
         leaves.append(_Leaf(dtype, shape, numel, offset))
         offset += size + -size % _ALIGNMENT
     nested = any(node is not None for node in tree)
-    large = [leaf.nbytes for leaf in leaves if leaf.at is None]
-    if len(large) > MOST_LARGE:
+    large = [leaf.nbytes for leaf in leaves if leaf.offset is None]
+    if len(large) > MAX_LARGE_TENSORS:
         raise WireError(f"{len(large)} large tensors")
     return _Layout(tuple(leaves), tree, nested, nbytes, offset, large)
 
 
 def _read_tree(
-    description: bytes, at: int, count: int, depth: int, found: list[tuple[torch.dtype, tuple[int, ...]]]
+    description: bytes, offset: int, count: int, depth: int, specs: list[tuple[torch.dtype, tuple[int, ...]]]
 ) -> tuple[_Tree, int]:
     """Reads the descriptions of ``count`` parts; returns their tree and the end of the description."""
     if depth > _MAX_DEPTH:
         raise WireError("nested too deep")
     tree: _Tree = []
     for _ in range(count):
-        code, dims = description[at], description[at + 1]
+        code, dims = description[offset], description[offset + 1]
         if code == _NESTED:
-            inner, at = _read_tree(description, at + 2, dims, depth + 1, found)
+            inner, offset = _read_tree(description, offset + 2, dims, depth + 1, specs)
             tree.append(inner)
             continue
         if dims > _MAX_DIMS:
             raise WireError(f"{dims} dimensions")
         shape_struct = _SHAPES[dims]
-        found.append((_DTYPES[code], shape_struct.unpack_from(description, at)[2:]))
+        specs.append((_DTYPES[code], shape_struct.unpack_from(description, offset)[2:]))
         tree.append(None)
-        at += shape_struct.size
-    return tree, at
+        offset += shape_struct.size
+    return tree, offset
 
 
-def _payload(tree: _Tree, tensors: Iterator[Tensor]) -> Payload:
-    return Payload(tuple(next(tensors) if node is None else _payload(node, tensors) for node in tree))
+def _build_payload(tree: _Tree, tensors: Iterator[Tensor]) -> Payload:
+    return Payload(tuple(next(tensors) if node is None else _build_payload(node, tensors) for node in tree))
 
 
-def json_of(payload: Payload) -> dict[str, Any]:
+def parse_json(payload: Payload) -> dict[str, Any]:
     """Returns the JSON object in a control message.
 
     Raises:
       WireError: the payload is not a JSON object.
     """
     try:
-        (text,) = payload.tensors()
+        (text,) = payload.iter_tensors()
         if text.dtype != torch.uint8 or text.dim() != 1:
             raise ValueError("no text")
         body = json.loads(text.numpy().tobytes())

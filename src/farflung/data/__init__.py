@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
-    from farflung.data.catalog import CATALOG, Entry, entries, source_named
+    from farflung.data.catalog import CATALOG, Entry, list_entries, lookup_source
     from farflung.data.datasets import Holding, InMemory, Subset, TensorDataset
     from farflung.data.partition import (
         IID,
@@ -15,20 +15,29 @@ if TYPE_CHECKING:
         Labels,
         Partition,
         Share,
-        describe,
+        describe_parts,
     )
-    from farflung.data.sharing import SHARINGS, Injection, MovingSharing, NoSharing, Resharding
-    from farflung.data.source import File, Location, Source, Which, cache_folder, data_folder, fetch, locate
+    from farflung.data.sharing import SHARINGS, Injection, NoSharing, PermanentSharing, Resharding
+    from farflung.data.source import (
+        File,
+        Location,
+        Source,
+        Variant,
+        fetch,
+        get_cache_folder,
+        get_data_folder,
+        locate,
+    )
     from farflung.data.streams import STREAMS
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
-            "catalog": "CATALOG Entry entries source_named",
+            "catalog": "CATALOG Entry list_entries lookup_source",
             "datasets": "Holding InMemory Subset TensorDataset",
-            "partition": "IID PARTITIONS ByOrder Dirichlet Labels Partition Share describe",
-            "sharing": "SHARINGS Injection MovingSharing NoSharing Resharding",
-            "source": "File Location Source Which cache_folder data_folder fetch locate",
+            "partition": "IID PARTITIONS ByOrder Dirichlet Labels Partition Share describe_parts",
+            "sharing": "SHARINGS Injection PermanentSharing NoSharing Resharding",
+            "source": "File Location Source Variant get_cache_folder get_data_folder fetch locate",
             "streams": "STREAMS",
         },
     )
@@ -48,20 +57,20 @@ __all__ = [
     "Injection",
     "Labels",
     "Location",
-    "MovingSharing",
     "NoSharing",
     "Partition",
+    "PermanentSharing",
     "Resharding",
     "Share",
     "Source",
     "Subset",
     "TensorDataset",
-    "Which",
-    "cache_folder",
-    "data_folder",
-    "describe",
-    "entries",
+    "Variant",
+    "describe_parts",
     "fetch",
+    "get_cache_folder",
+    "get_data_folder",
+    "list_entries",
     "locate",
-    "source_named",
+    "lookup_source",
 ]

@@ -18,8 +18,8 @@ from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.source import Location, locate
 from farflung.errors import DataError
-from farflung.extras import need
-from farflung.files import reading
+from farflung.extras import require_modules
+from farflung.files import wrap_read_errors
 
 __all__ = ["SOURCE", "load", "read"]
 
@@ -35,11 +35,11 @@ def load() -> tuple[TensorDataset, TensorDataset]:
       DataError: Files are absent, truncated or altered.
       MissingExtra: scikit-learn is not installed.
     """
-    return read(locate(SOURCE), counts=(32_561, 16_281), above=(7_841, 3_846))
+    return read(locate(SOURCE), counts=(32_561, 16_281), num_positive=(7_841, 3_846))
 
 
 def read(
-    found: Location, *, counts: tuple[int, int], above: tuple[int, int]
+    location: Location, *, counts: tuple[int, int], num_positive: tuple[int, int]
 ) -> tuple[TensorDataset, TensorDataset]:
     """Reads both files at ``location``.
 
@@ -52,13 +52,13 @@ def read(
       DataError: A file is truncated, or has unexpected lines.
       MissingExtra: scikit-learn is not installed.
     """
-    need("data set a9a", "sklearn", extra="sklearn")
+    require_modules("data set a9a", "sklearn", extra="sklearn")
     from sklearn.datasets import load_svmlight_file
 
     sets: list[TensorDataset] = []
-    for name, count, positive in zip(found.names, counts, above, strict=True):
-        path = found.path(name)
-        with reading(path, "not a text in LIBSVM's format, or truncated", DataError):
+    for name, count, positive in zip(location.names, counts, num_positive, strict=True):
+        path = location.get_path(name)
+        with wrap_read_errors(path, "not a text in LIBSVM's format, or truncated", DataError):
             matrix, labels = load_svmlight_file(str(path), n_features=_COLUMNS, zero_based=False)
         if not (matrix.data == 1).all() or not np.isin(labels, (-1, 1)).all():
             raise DataError(f"{path}: expected labels of -1 and 1 and entries of 1, found others")
@@ -71,6 +71,6 @@ def read(
             )
         classes = (targets + 1) // 2
         sets.append(
-            TensorDataset(rows, targets, classes, transform=Tensor.float, origin=f"a9a, {found.folder}")
+            TensorDataset(rows, targets, classes, transform=Tensor.float, origin=f"a9a, {location.folder}")
         )
     return sets[0], sets[1]

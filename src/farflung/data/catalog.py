@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from farflung.data.source import File, Location, Source, find
 from farflung.errors import ConfigError, DataError, UnknownName
-from farflung.spec import imported
+from farflung.spec import import_object
 
-__all__ = ["CATALOG", "Entry", "entries", "source_named"]
+__all__ = ["CATALOG", "Entry", "list_entries", "lookup_source"]
 
 _CIFAR = "https://www.cs.toronto.edu/~kriz/"
 _FASHION_MNIST = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
@@ -121,7 +121,7 @@ CATALOG: dict[str, Source] = {
                     md5="bb300cfdad3c16e7a12a480ee83cd310",
                 ),
             ),
-            packaged=True,
+            has_subset=True,
             samples=(60_000, 10_000),
         ),
         Source(
@@ -155,7 +155,7 @@ class Entry:
 
     source: Source
     location: Location | None
-    trouble: str = ""
+    problem: str = ""
 
     @property
     def nbytes(self) -> int | None:
@@ -164,15 +164,15 @@ class Entry:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
-def source_named(name: str) -> Source:
+def lookup_source(name: str) -> Source:
     """Looks up a data set by name, or as ``module:name`` in a module that declares it.
 
     Raises:
       UnknownName: No data set has this name.
-      ConfigError: The object in the module is no :class:`Source`.
+      ConfigError: The object in the module is no :class:`BlockSource`.
     """
     if ":" in name:
-        candidate = imported("data set", name)
+        candidate = import_object("data set", name)
         if not isinstance(candidate, Source):
             raise ConfigError(f"data set {name!r} is {type(candidate).__name__}, not a farflung.data.Source")
         return candidate
@@ -182,7 +182,7 @@ def source_named(name: str) -> Source:
         raise UnknownName("data set", name, CATALOG) from None
 
 
-def entries() -> list[Entry]:
+def list_entries() -> list[Entry]:
     """Lists every data set with its current location, by name."""
     rows = []
     for item in CATALOG.values():

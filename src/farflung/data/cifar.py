@@ -16,7 +16,7 @@ import torch
 
 from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
-from farflung.data.images import Chain, Normalize, RandomFlip, RandomShift
+from farflung.data.images import Compose, Normalize, RandomFlip, RandomShift
 from farflung.data.source import File, Location, Source, locate, read_members, verify
 from farflung.errors import DataError
 
@@ -40,13 +40,13 @@ class Layout:
 
     source: Source
     md5: tuple[str, ...]
-    records: tuple[int, int]
+    num_records: tuple[int, int]
     label_bytes: int
-    classes: int
+    num_classes: int
     normalize: Normalize
 
     @property
-    def files(self) -> dict[str, str]:
+    def checksums(self) -> dict[str, str]:
         """Checksum of each unpacked file by name."""
         return dict(zip(self.source.layouts[0], self.md5, strict=True))
 
@@ -61,9 +61,9 @@ CIFAR10 = Layout(
         "53f37980c15c3d472c316c40844f3f0d",
         "803d5f7f4d78ea53de84dbe85f74fb6d",
     ),
-    records=(10_000, 10_000),
+    num_records=(10_000, 10_000),
     label_bytes=1,
-    classes=10,
+    num_classes=10,
     normalize=Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
 )
 """Layout of CIFAR-10."""
@@ -74,9 +74,9 @@ CIFAR100 = Layout(
         "6172c7755cfe09b2fe270c85cebc1b15",
         "4499cfba6c016c1be1438163640a0898",
     ),
-    records=(50_000, 10_000),
+    num_records=(50_000, 10_000),
     label_bytes=2,
-    classes=100,
+    num_classes=100,
     normalize=Normalize((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 )
 """Layout of CIFAR-100 with its 100 fine classes."""
@@ -94,43 +94,47 @@ def load(layout: Layout, *, shift: int = 2) -> tuple[TensorDataset, TensorDatase
     """
     location = locate(layout.source)
     if location.names != tuple(file.name for file in layout.source.files):
-        for name, md5 in layout.files.items():
-            verify(location.path(name), File(name, md5=md5))
+        for name, md5 in layout.checksums.items():
+            verify(location.get_path(name), File(name, md5=md5))
     return read(location, layout, shift=shift)
 
 
-def read(found: Location, layout: Layout, *, shift: int = 2) -> tuple[TensorDataset, TensorDataset]:
+def read(location: Location, layout: Layout, *, shift: int = 2) -> tuple[TensorDataset, TensorDataset]:
     """Reads the archive at ``location`` or the files it unpacks to; ``shift`` as for :func:`load`.
 
     Raises:
       DataError: Files are absent or truncated, or classes do not exist.
     """
     archive = layout.source.files[0].name
-    if found.names == (archive,):
-        path = found.path(archive)
-        contents = read_members(path, list(layout.files))
+    if location.names == (archive,):
+        path = location.get_path(archive)
+        contents = read_members(path, list(layout.checksums))
     else:
-        path = found.folder
-        contents = [found.path(name).read_bytes() for name in layout.files]
+        path = location.folder
+        contents = [location.get_path(name).read_bytes() for name in layout.checksums]
     size = layout.label_bytes + _PIXELS
-    train, test = layout.records
+    train, test = layout.num_records
     counts = [*[train] * (len(contents) - 1), test]
-    for name, count, content in zip(layout.files, counts, contents, strict=True):
+    for name, count, content in zip(layout.checksums, counts, contents, strict=True):
         if len(content) != count * size:
             raise DataError(
                 f"{path}: {name}: expected {count} records of {size} bytes ({count * size}), "
                 f"found {len(content)} bytes"
             )
-    augment = Chain(RandomShift(shift), RandomFlip())
-    return _dataset(path, layout, contents[:-1], augment), _dataset(path, layout, contents[-1:], None)
+    augment = Compose(RandomShift(shift), RandomFlip())
+    return _build_dataset(path, layout, contents[:-1], augment), _build_dataset(
+        path, layout, contents[-1:], None
+    )
 
 
-def _dataset(path: Path, layout: Layout, contents: list[bytes], augment: Chain | None) -> TensorDataset:
+def _build_dataset(
+    path: Path, layout: Layout, contents: list[bytes], augment: Compose | None
+) -> TensorDataset:
     size = layout.label_bytes + _PIXELS
     records = np.frombuffer(bytearray().join(contents), dtype=np.uint8).reshape(-1, size)
     labels = torch.from_numpy(records[:, layout.label_bytes - 1].astype(np.int64))
-    if len(labels) and int(labels.max()) >= layout.classes:
-        raise DataError(f"{path}: expected classes 0 to {layout.classes - 1}, found {int(labels.max())}")
+    if len(labels) and int(labels.max()) >= layout.num_classes:
+        raise DataError(f"{path}: expected classes 0 to {layout.num_classes - 1}, found {int(labels.max())}")
     pixels = torch.from_numpy(np.ascontiguousarray(records[:, layout.label_bytes :])).reshape(-1, 3, 32, 32)
     return TensorDataset(
         pixels,

@@ -19,14 +19,14 @@ from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
 from farflung.data.source import Location, locate, verify
 from farflung.errors import DataError
-from farflung.files import reading
-from farflung.seeding import derive
+from farflung.files import wrap_read_errors
+from farflung.seeding import derive_seed
 
 __all__ = ["SOURCE", "Standardize", "load", "read"]
 
 SOURCE = CATALOG["covtype"]
 
-_COLUMNS, _MEASURED, _CLASSES = 54, 10, 7
+_COLUMNS, _NUM_MEASURED, _CLASSES = 54, 10, 7
 _SPLIT_SEED = 0
 
 
@@ -55,19 +55,19 @@ def load() -> tuple[TensorDataset, TensorDataset]:
     """
     location = locate(SOURCE)
     if location.names == (SOURCE.files[0].name,):
-        verify(location.path(location.names[0]), SOURCE.files[0])
+        verify(location.get_path(location.names[0]), SOURCE.files[0])
     return read(location, count=581_012)
 
 
-def read(found: Location, *, count: int) -> tuple[TensorDataset, TensorDataset]:
+def read(location: Location, *, count: int) -> tuple[TensorDataset, TensorDataset]:
     """Reads the file at ``location``, which must have ``count`` rows.
 
     Raises:
       DataError: The file is truncated, or has unexpected rows.
     """
-    path = found.path(found.names[0])
-    header = 0 if found.names == (SOURCE.files[0].name,) else 1
-    with reading(path, "not a table of whole numbers, or truncated", DataError):
+    path = location.get_path(location.names[0])
+    header = 0 if location.names == (SOURCE.files[0].name,) else 1
+    with wrap_read_errors(path, "not a table of whole numbers, or truncated", DataError):
         table = np.loadtxt(path, dtype=np.int16, delimiter=",", skiprows=header, ndmin=2)
     if table.shape != (count, _COLUMNS + 1):
         raise DataError(
@@ -76,18 +76,18 @@ def read(found: Location, *, count: int) -> tuple[TensorDataset, TensorDataset]:
     kinds = table[:, -1]
     if count and not (kinds.min() >= 1 and kinds.max() <= _CLASSES):
         raise DataError(f"{path}: expected kinds 1 to 7, found {kinds.min()} to {kinds.max()}")
-    random = np.random.RandomState(derive(_SPLIT_SEED, "covtype") & 0xFFFFFFFF)
+    random = np.random.RandomState(derive_seed(_SPLIT_SEED, "covtype") & 0xFFFFFFFF)
     held_out = np.zeros(count, dtype=bool)
     held_out[random.permutation(count)[: count // 5]] = True
     rows = torch.from_numpy(np.ascontiguousarray(table[:, :-1]))
     labels = torch.from_numpy(kinds.astype(np.int64) - 1)
     train, test = (torch.from_numpy(np.flatnonzero(mask)) for mask in (~held_out, held_out))
     mean, std = torch.zeros(_COLUMNS), torch.ones(_COLUMNS)
-    measured_rows = rows[train, :_MEASURED].to(torch.float64)
-    mean[:_MEASURED] = measured_rows.mean(dim=0).to(torch.float32)
-    std[:_MEASURED] = measured_rows.std(dim=0).clamp(min=1e-9).to(torch.float32)
+    measured_rows = rows[train, :_NUM_MEASURED].to(torch.float64)
+    mean[:_NUM_MEASURED] = measured_rows.mean(dim=0).to(torch.float32)
+    std[:_NUM_MEASURED] = measured_rows.std(dim=0).clamp(min=1e-9).to(torch.float32)
     scale = Standardize(mean, std)
-    origin = f"covtype, {found.folder}"
+    origin = f"covtype, {location.folder}"
     return (
         TensorDataset(rows[train], labels[train], labels[train], transform=scale, origin=origin),
         TensorDataset(rows[test], labels[test], labels[test], transform=scale, origin=origin),

@@ -9,11 +9,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.errors import DataError
-from farflung.types import Arrivals, Batch, Dataset, Feed, SampleIds, Samples, Stream
+from farflung.types import Arrivals, Batch, Dataset, SampleIds, Samples, Stream, StreamContext
 
 __all__ = ["Holding", "InMemory", "Subset", "TensorDataset"]
 
-_NOTHING = Arrivals(torch.empty(0, dtype=torch.int64))
+_NO_ARRIVALS = Arrivals(torch.empty(0, dtype=torch.int64))
 
 
 class TensorDataset:
@@ -69,7 +69,7 @@ class TensorDataset:
     def __repr__(self) -> str:
         return f"TensorDataset({len(self)} samples of {tuple(self.inputs.shape[1:])}, {self.origin})"
 
-    def rows(self, ids: SampleIds) -> Batch:
+    def get_rows(self, ids: SampleIds) -> Batch:
         """Returns the samples ``ids`` as stored."""
         return Batch(self.inputs[ids], self.targets[ids])
 
@@ -84,7 +84,7 @@ class TensorDataset:
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
         """Returns the samples ``ids``, prepared."""
-        return self.prepare(self.rows(ids), train=train)
+        return self.prepare(self.get_rows(ids), train=train)
 
 
 class Subset:
@@ -114,9 +114,9 @@ class Subset:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} of {self.data!r})"
 
-    def rows(self, ids: SampleIds) -> Batch:
+    def get_rows(self, ids: SampleIds) -> Batch:
         """Returns the samples ``ids`` of the subset, as stored."""
-        return self.data.rows(self.ids[ids])
+        return self.data.get_rows(self.ids[ids])
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
         """Prepares rows as the full set does."""
@@ -124,7 +124,7 @@ class Subset:
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
         """Returns the samples ``ids`` of the subset; with ``train``, augmented as in the full set."""
-        return self.prepare(self.rows(ids), train=train)
+        return self.prepare(self.get_rows(ids), train=train)
 
 
 class Holding(Subset):
@@ -150,12 +150,12 @@ class Holding(Subset):
     def load_ids(self, ids: SampleIds) -> None:
         """Sets the owned samples, in this order, all of them from the full set."""
         self.ids = ids.clone()
-        self._came: Batch | None = None
+        self._received_rows: Batch | None = None
         """Rows of samples from other replicas."""
-        self._row = torch.full_like(self.ids, -1)
+        self._received_index = torch.full_like(self.ids, -1)
         """Index of each place into the received rows; -1 if the sample is from the full set."""
 
-    def exchange(self, places: SampleIds, ids: SampleIds, rows: Batch) -> None:
+    def replace_samples(self, places: SampleIds, ids: SampleIds, rows: Batch) -> None:
         """Replaces the samples in some places.
 
         Args:
@@ -163,8 +163,8 @@ class Holding(Subset):
           ids: Ids of the new samples in the full set.
           rows: Rows of the new samples, as stored.
         """
-        earlier = self._came or Batch(rows.inputs[:0], rows.targets[:0])
-        row = self._row[places]
+        earlier = self._received_rows or Batch(rows.inputs[:0], rows.targets[:0])
+        row = self._received_index[places]
         is_new = row < 0
         row[is_new] = torch.arange(len(earlier), len(earlier) + int(is_new.sum()))
         received_rows = Batch(
@@ -172,32 +172,32 @@ class Holding(Subset):
             torch.cat([earlier.targets, rows.targets[is_new]]),
         )
         received_rows.inputs[row], received_rows.targets[row] = rows.inputs, rows.targets
-        self.ids[places], self._row[places], self._came = ids, row, received_rows
+        self.ids[places], self._received_index[places], self._received_rows = ids, row, received_rows
 
     @override
-    def rows(self, ids: SampleIds) -> Batch:
-        row = self._row[ids]
+    def get_rows(self, ids: SampleIds) -> Batch:
+        row = self._received_index[ids]
         is_received = row >= 0
-        if self._came is None or not is_received.any():
-            return super().rows(ids)
-        base_rows = super().rows(ids[~is_received])
+        if self._received_rows is None or not is_received.any():
+            return super().get_rows(ids)
+        base_rows = super().get_rows(ids[~is_received])
         order = torch.cat([(~is_received).nonzero(), is_received.nonzero()]).flatten().argsort()
         return Batch(
-            torch.cat([base_rows.inputs, self._came.inputs[row[is_received]]])[order],
-            torch.cat([base_rows.targets, self._came.targets[row[is_received]]])[order],
+            torch.cat([base_rows.inputs, self._received_rows.inputs[row[is_received]]])[order],
+            torch.cat([base_rows.targets, self._received_rows.targets[row[is_received]]])[order],
         )
 
 
 class InMemory(Stream):
     """Stream of a data set in memory: all samples are always available, and the sampler's cursor is the position."""
 
-    everything = True
+    has_random_access = True
 
     @override
-    def open(self, feed: Feed) -> Samples:
-        return feed.data
+    def start(self, context: StreamContext) -> Samples:
+        return context.data
 
     @override
-    def poll(self, now: float, step: int) -> Arrivals:
-        del now, step
-        return _NOTHING
+    def poll(self, time_s: float, step: int) -> Arrivals:
+        del time_s, step
+        return _NO_ARRIVALS

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Chain", "Normalize", "RandomFlip", "RandomShift"]
+__all__ = ["Compose", "Normalize", "RandomFlip", "RandomShift"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RandomFlip:
         return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
 
 
-class Chain:
+class Compose:
     """Sequence of transforms, applied in order.
 
     Args:

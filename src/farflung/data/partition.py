@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from farflung.errors import ConfigError, DataError
-from farflung.options import number_option, whole_option
-from farflung.seeding import derive
+from farflung.options import check_integer, check_number
+from farflung.seeding import derive_seed
 from farflung.types import Dataset, Json, SampleIds
 from farflung.types.data import Partition
 
-__all__ = ["IID", "PARTITIONS", "ByOrder", "Dirichlet", "Labels", "Partition", "Share", "describe"]
+__all__ = ["IID", "PARTITIONS", "ByOrder", "Dirichlet", "Labels", "Partition", "Share", "describe_parts"]
 
-_SMALLEST = 10
+_MIN_SAMPLES = 10
 """Minimum samples of each part of a Dirichlet split, unless the set is too small."""
-_DRAWS = 1_000
+_MAX_DRAWS = 1_000
 """Maximum number of Dirichlet draws for one split."""
-_LEAST = 1e-6
+_MIN_ALPHA = 1e-6
 """Lowest concentration; below, all samples of a class go to one part."""
 
 
@@ -39,8 +39,8 @@ class IID:
     """
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        _check(len(data), parts)
-        return _cut(_random(seed, "iid").permutation(len(data)), parts)
+        _check_size(len(data), parts)
+        return _split_evenly(_create_random(seed, "iid").permutation(len(data)), parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class ByOrder:
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
         del seed
-        _check(len(data), parts)
-        return _cut(np.arange(len(data)), parts)
+        _check_size(len(data), parts)
+        return _split_evenly(np.arange(len(data)), parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class Labels:
     k: int = 1
 
     def __post_init__(self) -> None:
-        whole_option("partition labels", "k", self.k, 1)
+        check_integer("partition labels", "k", self.k, 1)
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        labels, k = _classes("labels", data, parts), self.k
+        labels, k = _get_labels("labels", data, parts), self.k
         classes = int(labels.max()) + 1
         if k > classes:
             raise ConfigError(f"{k} labels each: this data set has {classes}")
@@ -84,7 +84,7 @@ class Labels:
                 f"{parts} parts of {k} labels leave {classes - parts * k} of {classes} labels out; "
                 f"take at least {-(-classes // parts)} labels each"
             )
-        random = _random(seed, "labels")
+        random = _create_random(seed, "labels")
         places = [place % classes for place in range(parts * k)]
         part_pieces: list[list[np.ndarray]] = [[] for _ in range(parts)]
         for label in range(classes):
@@ -92,7 +92,7 @@ class Labels:
             members = random.permutation(np.flatnonzero(labels == label))
             for owner, piece in zip(owners, np.array_split(members, len(owners)), strict=True):
                 part_pieces[owner].append(piece)
-        return _shuffled(random, part_pieces)
+        return _shuffle_parts(random, part_pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +118,13 @@ class Dirichlet:
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
-        number_option("partition dirichlet", "alpha", self.alpha, _LEAST)
+        check_number("partition dirichlet", "alpha", self.alpha, _MIN_ALPHA)
 
     def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        labels, random = _classes("dirichlet", data, parts), _random(seed, "dirichlet")
+        labels, random = _get_labels("dirichlet", data, parts), _create_random(seed, "dirichlet")
         total = len(labels)
         members = [np.flatnonzero(labels == label) for label in range(int(labels.max()) + 1)]
-        for _ in range(_DRAWS):
+        for _ in range(_MAX_DRAWS):
             part_pieces: list[list[np.ndarray]] = [[] for _ in range(parts)]
             sizes = np.zeros(parts)
             for ids in members:
@@ -135,10 +135,10 @@ class Dirichlet:
                 for part, piece in enumerate(np.split(random.permutation(ids), cuts)):
                     part_pieces[part].append(piece)
                     sizes[part] += len(piece)
-            if sizes.min() >= min(_SMALLEST, total // parts):
-                return _shuffled(random, part_pieces)
+            if sizes.min() >= min(_MIN_SAMPLES, total // parts):
+                return _shuffle_parts(random, part_pieces)
         raise ConfigError(
-            f"no Dirichlet({self.alpha}) split of {total} samples gives each of {parts} parts {_SMALLEST}; "
+            f"no Dirichlet({self.alpha}) split of {total} samples gives each of {parts} parts {_MIN_SAMPLES}; "
             "take a larger concentration or fewer parts"
         )
 
@@ -168,7 +168,7 @@ class Share:
         return {"samples": self.size, "labels": list(self.histogram)}
 
 
-def describe(parts: Sequence[SampleIds], labels: Tensor | None = None) -> list[Share]:
+def describe_parts(parts: Sequence[SampleIds], labels: Tensor | None = None) -> list[Share]:
     """Returns size and label histogram of each part.
 
     >>> describe_parts([torch.tensor([0, 1]), torch.tensor([2, 3])], torch.tensor([0, 0, 1, 0]))
@@ -182,26 +182,31 @@ def describe(parts: Sequence[SampleIds], labels: Tensor | None = None) -> list[S
     ]
 
 
-def _classes(how: str, data: Dataset, parts: int) -> np.ndarray:
+def _get_labels(name: str, data: Dataset, parts: int) -> np.ndarray:
     if data.labels is None:
-        raise DataError(f"partition {how} needs classes, and this data set has none; use iid or by_order")
-    _check(len(data.labels), parts)
+        raise DataError(f"partition {name} needs classes, and this data set has none; use iid or by_order")
+    _check_size(len(data.labels), parts)
     return data.labels.numpy()
 
 
-def _check(samples: int, parts: int) -> None:
+def _check_size(samples: int, parts: int) -> None:
     if not 1 <= parts <= samples:
         raise ConfigError(f"cannot split {samples} samples into {parts} parts")
 
 
-def _random(seed: int, label: str) -> np.random.RandomState:
-    value = derive(seed, "partition", label)
+def _create_random(seed: int, label: str) -> np.random.RandomState:
+    value = derive_seed(seed, "partition", label)
     return np.random.RandomState([value & 0xFFFFFFFF, value >> 32])
 
 
-def _cut(ids: np.ndarray, parts: int) -> list[SampleIds]:
+def _split_evenly(ids: np.ndarray, parts: int) -> list[SampleIds]:
     return [torch.from_numpy(piece.astype(np.int64)) for piece in np.array_split(ids, parts)]
 
 
-def _shuffled(random: np.random.RandomState, held: Sequence[Sequence[np.ndarray]]) -> list[SampleIds]:
-    return [torch.from_numpy(random.permutation(np.concatenate(pieces)).astype(np.int64)) for pieces in held]
+def _shuffle_parts(
+    random: np.random.RandomState, pieces_by_part: Sequence[Sequence[np.ndarray]]
+) -> list[SampleIds]:
+    return [
+        torch.from_numpy(random.permutation(np.concatenate(pieces)).astype(np.int64))
+        for pieces in pieces_by_part
+    ]

@@ -17,14 +17,14 @@ from farflung.data.datasets import TensorDataset
 from farflung.data.source import Location, locate, verify
 from farflung.errors import DataError
 
-__all__ = ["SOURCE", "SYMBOLS", "load", "read", "windows"]
+__all__ = ["SOURCE", "SYMBOLS", "build_windows", "load", "read"]
 
 SOURCE = CATALOG["tinyshakespeare"]
 
 SYMBOLS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-def load(*, length: int, every: int | None = None) -> tuple[TensorDataset, TensorDataset]:
+def load(*, length: int, stride: int | None = None) -> tuple[TensorDataset, TensorDataset]:
     """Loads training and test windows of ``length`` characters.
 
     Args:
@@ -36,17 +36,19 @@ def load(*, length: int, every: int | None = None) -> tuple[TensorDataset, Tenso
       DataError: The file is absent, truncated or altered.
     """
     location = locate(SOURCE)
-    verify(location.path("input.txt"), SOURCE.files[0])
-    return read(location, length=length, every=every)
+    verify(location.get_path("input.txt"), SOURCE.files[0])
+    return read(location, length=length, stride=stride)
 
 
-def read(found: Location, *, length: int, every: int | None = None) -> tuple[TensorDataset, TensorDataset]:
+def read(
+    location: Location, *, length: int, stride: int | None = None
+) -> tuple[TensorDataset, TensorDataset]:
     """Reads ``input.txt`` at ``location``; see :func:`load`.
 
     Raises:
       DataError: A symbol is not among :data:`SYMBOLS`, or the text is shorter than two windows.
     """
-    path = found.path("input.txt")
+    path = location.get_path("input.txt")
     content = np.frombuffer(path.read_bytes(), dtype=np.uint8)
     numbers = np.full(256, 255, dtype=np.uint8)
     numbers[np.frombuffer(SYMBOLS.encode(), dtype=np.uint8)] = np.arange(len(SYMBOLS), dtype=np.uint8)
@@ -57,13 +59,13 @@ def read(found: Location, *, length: int, every: int | None = None) -> tuple[Ten
     border = len(text) * 9 // 10
     if min(border, len(text) - border) <= length:
         raise DataError(f"{path}: {len(text)} characters are too few for windows of {length}")
-    origin = f"tinyshakespeare, {found.folder}"
-    return windows(text[:border], length, every or length, origin), windows(
+    origin = f"tinyshakespeare, {location.folder}"
+    return build_windows(text[:border], length, stride or length, origin), build_windows(
         text[border:], length, length, origin
     )
 
 
-def windows(text: npt.NDArray[np.uint8], length: int, every: int, origin: str) -> TensorDataset:
+def build_windows(text: npt.NDArray[np.uint8], length: int, stride: int, origin: str) -> TensorDataset:
     """Returns windows of ``length`` symbols, and the symbols after each; views, however much they overlap.
 
     Args:
@@ -74,8 +76,8 @@ def windows(text: npt.NDArray[np.uint8], length: int, every: int, origin: str) -
     """
     inputs, targets = (torch.from_numpy(text.astype(kind)) for kind in (np.uint8, np.int64))
     return TensorDataset(
-        inputs[:-1].unfold(0, length, every),
-        targets[1:].unfold(0, length, every),
+        inputs[:-1].unfold(0, length, stride),
+        targets[1:].unfold(0, length, stride),
         transform=Tensor.long,
         origin=origin,
     )

@@ -20,24 +20,24 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from farflung.errors import ConfigError, DataError, DataMissing
-from farflung.files import reading
+from farflung.files import wrap_read_errors
 
 __all__ = [
     "File",
     "Location",
     "Source",
-    "Which",
-    "cache_folder",
-    "data_folder",
+    "Variant",
     "fetch",
     "find",
+    "get_cache_folder",
+    "get_data_folder",
+    "iter_members",
     "locate",
-    "members",
     "read_members",
     "verify",
 ]
 
-Which: TypeAlias = Literal["auto", "packaged", "full"]
+Variant: TypeAlias = Literal["auto", "packaged", "full"]
 """Variant of a data set. ``packaged``: the subset inside the package; ``full``: the official set or an error;
 ``auto``: the official set if available, else the subset."""
 
@@ -90,14 +90,14 @@ class Source:
     homepage: str
     files: tuple[File, ...]
     layouts: tuple[tuple[str, ...], ...] = ()
-    packaged: bool = False
-    how_to_get: str = ""
+    has_subset: bool = False
+    instructions: str = ""
     samples: tuple[int, int] | None = None
 
     @property
     def remedy(self) -> str:
         """Advice to a user without the files."""
-        return self.how_to_get or f"fetch it with: farflung data fetch {self.name}"
+        return self.instructions or f"fetch it with: farflung data fetch {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Location:
     names: tuple[str, ...]
     kind: Literal["folder", "cache", "packaged"]
 
-    def path(self, name: str) -> Path:
+    def get_path(self, name: str) -> Path:
         """Returns the path of one file."""
         return self.folder / name
 
@@ -122,7 +122,7 @@ class Location:
 # --- location of files ----------------------------------------------------------------------------------------------
 
 
-def data_folder() -> Path | None:
+def get_data_folder() -> Path | None:
     """Returns the user's folder of data sets, from ``FARFLUNG_DATA``; ``None`` if not set.
 
     Raises:
@@ -137,55 +137,55 @@ def data_folder() -> Path | None:
     return folder
 
 
-def cache_folder() -> Path:
+def get_cache_folder() -> Path:
     """Returns the folder of fetched files: ``FARFLUNG_CACHE``, or ``~/.cache/farflung``."""
     value = os.environ.get("FARFLUNG_CACHE")
     return Path(value).expanduser() if value else Path.home() / ".cache" / "farflung"
 
 
-def find(source: Source, which: Which = "auto") -> Location | None:
+def find(source: Source, variant: Variant = "auto") -> Location | None:
     """Finds the location of ``source``; ``None`` if it is absent.
 
     Raises:
       DataError: A folder holds some of the files but not all: results must not depend on such an accident.
-      ConfigError: ``variant`` is not one of the three.
+      ConfigError: ``parse_variant`` is not one of the three.
     """
-    if which not in ("auto", "packaged", "full"):
-        raise ConfigError(f"data={which!r} is not one of auto, packaged, full")
-    if which != "packaged":
-        for kind, folder in _folders(source).items():
-            layout = _complete(source, folder)
+    if variant not in ("auto", "packaged", "full"):
+        raise ConfigError(f"data={variant!r} is not one of auto, packaged, full")
+    if variant != "packaged":
+        for kind, folder in _list_folders(source).items():
+            layout = _find_layout(source, folder)
             if layout is not None:
                 return Location(folder, layout, kind)
-    if which != "full" and source.packaged:
+    if variant != "full" and source.has_subset:
         return Location(PACKAGED / source.name, tuple(file.name for file in source.files), "packaged")
     return None
 
 
-def locate(source: Source, which: Which = "auto") -> Location:
+def locate(source: Source, variant: Variant = "auto") -> Location:
     """Returns the location of ``source``.
 
     Raises:
       DataError: It is absent, with the searched folders and the command that fetches it; or incomplete.
-      ConfigError: ``variant`` is not one of the three.
+      ConfigError: ``parse_variant`` is not one of the three.
     """
-    location = find(source, which)
+    location = find(source, variant)
     if location is not None:
         return location
-    if which == "packaged":
+    if variant == "packaged":
         raise DataError(f"{source.name} has no packaged subset; {source.remedy}")
     names = {"folder": "FARFLUNG_DATA", "cache": "cache"}
-    folders = " and ".join(f"{folder} ({names[kind]})" for kind, folder in _folders(source).items())
+    folders = " and ".join(f"{folder} ({names[kind]})" for kind, folder in _list_folders(source).items())
     raise DataMissing(f"{source.name} was not found: looked in {folders}; {source.remedy}")
 
 
-def _folders(source: Source) -> dict[Literal["folder", "cache"], Path]:
+def _list_folders(source: Source) -> dict[Literal["folder", "cache"], Path]:
     """Lists the folders in which ``source`` is searched, in order."""
-    cache, user_folder = cache_folder() / source.name, data_folder()
+    cache, user_folder = get_cache_folder() / source.name, get_data_folder()
     return {"cache": cache} if user_folder is None else {"folder": user_folder / source.name, "cache": cache}
 
 
-def _complete(source: Source, folder: Path) -> tuple[str, ...] | None:
+def _find_layout(source: Source, folder: Path) -> tuple[str, ...] | None:
     """Finds the first layout of which ``folder`` holds all files; ``None`` if it holds no file of any."""
     partial: list[str] = []
     for layout in (*source.layouts, tuple(file.name for file in source.files)):
@@ -202,7 +202,7 @@ def _complete(source: Source, folder: Path) -> tuple[str, ...] | None:
 # --- content of files -----------------------------------------------------------------------------------------------
 
 
-def verify(path: Path, file: File, *, called: str = "") -> None:
+def verify(path: Path, file: File, *, label: str = "") -> None:
     """Checks size and checksum of a file.
 
     Args:
@@ -213,10 +213,10 @@ def verify(path: Path, file: File, *, called: str = "") -> None:
     Raises:
       DataError: They differ; names the file and both values in one line.
     """
-    called = called or str(path)
+    label = label or str(path)
     size = path.stat().st_size
     if file.nbytes is not None and size != file.nbytes:
-        raise DataError(f"{called}: expected {file.nbytes} bytes, found {size}")
+        raise DataError(f"{label}: expected {file.nbytes} bytes, found {size}")
     kind, expected = ("sha256", file.sha256) if file.sha256 else ("md5", file.md5)
     if expected:
         with path.open("rb") as stream:
@@ -228,10 +228,10 @@ def verify(path: Path, file: File, *, called: str = "") -> None:
     else:
         return
     if digest != expected:
-        raise DataError(f"{called}: wrong checksum: expected {kind} {expected}, found {digest}")
+        raise DataError(f"{label}: wrong checksum: expected {kind} {expected}, found {digest}")
 
 
-def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+def iter_members(path: Path, should_read: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     """Yields name and content of each regular file of a tar archive for whose name ``should_read`` is true, in order.
 
     Nothing is unpacked to disk. A leading ``./`` is removed from names.
@@ -239,10 +239,10 @@ def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, by
     Raises:
       DataError: The file is no tar archive, or truncated.
     """
-    with reading(path, "not a tar archive, or truncated", DataError), tarfile.open(path) as archive:
+    with wrap_read_errors(path, "not a tar archive, or truncated", DataError), tarfile.open(path) as archive:
         for member in archive:
             name = member.name.removeprefix("./")
-            content = archive.extractfile(member) if member.isreg() and wanted(name) else None
+            content = archive.extractfile(member) if member.isreg() and should_read(name) else None
             if content is not None:
                 yield name, content.read()
 
@@ -253,7 +253,7 @@ def read_members(path: Path, names: Sequence[str]) -> list[bytes]:
     Raises:
       DataError: The archive is broken or lacks a file.
     """
-    contents = dict(members(path, names.__contains__))
+    contents = dict(iter_members(path, names.__contains__))
     if missing := [name for name in names if name not in contents]:
         raise DataError(f"{path}: truncated, or another archive: no {', '.join(missing)} in it")
     return [contents[name] for name in names]
@@ -277,7 +277,7 @@ def fetch(source: Source, *, progress: bool = False) -> Path:
     Raises:
       DataError: No address, no connection, or a wrong size or checksum.
     """
-    folder = cache_folder() / source.name
+    folder = get_cache_folder() / source.name
     if not all(file.url for file in source.files):
         raise DataError(f"{source.name} cannot be fetched: {source.remedy}")
     for file in source.files:
@@ -290,7 +290,7 @@ def fetch(source: Source, *, progress: bool = False) -> Path:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as scratch:
             part = Path(scratch) / "part"
             _download(file.url, part, progress=progress)
-            verify(part, file, called=file.url)
+            verify(part, file, label=file.url)
             part.replace(path)
     return folder
 

@@ -1,26 +1,32 @@
 """Devices: computing times, stragglers, and memory of training."""
 
-from farflung.devices.memory import OPTIMIZER_COPIES, saved_nbytes, training_nbytes
-from farflung.devices.named import DEVICES, coding_source, device_profile, device_toml, load_device
-from farflung.devices.profile import CodingRates, DeviceProfile, Layer, Points
-from farflung.devices.stragglers import Moment, Occasional, Scheduled, Straggler, Varying
+from farflung.devices.catalog import DEVICES, describe_coding, find_device, format_device, load_device
+from farflung.devices.memory import OPTIMIZER_COPIES, estimate_training_nbytes, measure_saved_nbytes
+from farflung.devices.profile import CodingRates, DeviceProfile, LayerProfile, Points
+from farflung.devices.stragglers import (
+    Moment,
+    OccasionalStraggler,
+    ScheduledStraggler,
+    Straggler,
+    VaryingStraggler,
+)
 
 __all__ = [
     "DEVICES",
     "OPTIMIZER_COPIES",
     "CodingRates",
     "DeviceProfile",
-    "Layer",
+    "LayerProfile",
     "Moment",
-    "Occasional",
+    "OccasionalStraggler",
     "Points",
-    "Scheduled",
+    "ScheduledStraggler",
     "Straggler",
-    "Varying",
-    "coding_source",
-    "device_profile",
-    "device_toml",
+    "VaryingStraggler",
+    "describe_coding",
+    "estimate_training_nbytes",
+    "find_device",
+    "format_device",
     "load_device",
-    "saved_nbytes",
-    "training_nbytes",
+    "measure_saved_nbytes",
 ]

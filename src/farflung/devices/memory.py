@@ -11,13 +11,13 @@ from farflung.errors import UnknownName
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OPTIMIZER_COPIES", "saved_nbytes", "training_nbytes"]
+__all__ = ["OPTIMIZER_COPIES", "estimate_training_nbytes", "measure_saved_nbytes"]
 
 OPTIMIZER_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """Number of tensors as large as the parameters that an optimizer keeps."""
 
 
-def training_nbytes(
+def estimate_training_nbytes(
     parameters_nbytes: int,
     batch_size: int,
     *,
@@ -56,7 +56,7 @@ def training_nbytes(
     return round(fixed_nbytes + copies * parameters_nbytes + bucket_copy_nbytes + samples)
 
 
-def saved_nbytes(forward: Callable[[], Tensor], besides: Iterable[Tensor] = ()) -> int:
+def measure_saved_nbytes(forward: Callable[[], Tensor], excluded: Iterable[Tensor] = ()) -> int:
     """Measures the bytes that autograd keeps of a forward pass; storage shared by several tensors counts once.
 
     Args:
@@ -65,7 +65,7 @@ def saved_nbytes(forward: Callable[[], Tensor], besides: Iterable[Tensor] = ()) 
     """
     from torch.autograd.graph import saved_tensors_hooks
 
-    excluded_storages = {tensor.untyped_storage().data_ptr() for tensor in besides}
+    excluded_storages = {tensor.untyped_storage().data_ptr() for tensor in excluded}
     nbytes_by_storage: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

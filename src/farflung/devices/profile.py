@@ -14,7 +14,7 @@ from farflung.errors import ConfigError
 from farflung.options import check_factor, check_seconds, require
 from farflung.types import CodingCost, Cost
 
-__all__ = ["CodingRates", "DeviceProfile", "Layer", "Points"]
+__all__ = ["CodingRates", "DeviceProfile", "LayerProfile", "Points"]
 
 
 Points: TypeAlias = "tuple[tuple[int, float], ...]"
@@ -51,7 +51,7 @@ class CodingRates:
         for name in ("message_s", "copy_s_per_byte", "encrypt_s_per_byte"):
             check_seconds(name, getattr(self, name))
 
-    def scaled(self, coding: float, messages: float) -> CodingRates:
+    def scale(self, coding_factor: float, message_factor: float) -> CodingRates:
         """Scales the rates to another device.
 
         Args:
@@ -59,13 +59,13 @@ class CodingRates:
           message_factor: Factor of the time of messages.
         """
         operations = {
-            key: tuple((numel, seconds * coding) for numel, seconds in points)
+            key: tuple((numel, seconds * coding_factor) for numel, seconds in points)
             for key, points in self.operations.items()
         }
         fixed = (self.message_s, self.copy_s_per_byte, self.encrypt_s_per_byte)
-        return CodingRates(operations, *(seconds * messages for seconds in fixed))
+        return CodingRates(operations, *(seconds * message_factor for seconds in fixed))
 
-    def seconds(self, cost: CodingCost) -> float:
+    def compute_seconds(self, cost: CodingCost) -> float:
         """Computes the time of one operation; 0 if it was not measured."""
         points = self.operations.get((cost.operation, cost.method))
         if not points:
@@ -86,7 +86,7 @@ BACKWARD_OVER_FORWARD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerProfile:
     """One layer of a model, in forward order.
 
     Args:
@@ -132,7 +132,7 @@ class DeviceProfile:
     forward_s: float = 0.0
     backward_s: float | None = None
     optimizer_s: float = 0.0
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[LayerProfile, ...] = ()
     slowdown: float = 1.0
     stragglers: tuple[Straggler, ...] = ()
     memory_nbytes: int | None = None
@@ -156,22 +156,22 @@ class DeviceProfile:
         require(0 < self.cores < math.inf, "cores", self.cores, "above 0")
 
     @property
-    def codes_beside(self) -> bool:
+    def can_overlap_coding(self) -> bool:
         """Returns True if computation continues while the device codes."""
         return self.cores >= 2
 
-    def seconds(self, cost: Cost, moment: Moment) -> float:
+    def compute_seconds(self, cost: Cost, moment: Moment) -> float:
         """Computes the time of a computation that begins at a moment."""
-        return self._undisturbed(cost) * self.slowdown_at(moment)
+        return self._compute_base_seconds(cost) * self.compute_slowdown(moment)
 
-    def slowdown_at(self, moment: Moment) -> float:
+    def compute_slowdown(self, moment: Moment) -> float:
         """Computes the factor of the time of computations that begin at a moment."""
         factor = self.slowdown
         for straggler in self.stragglers:
-            factor *= straggler.slowdown(moment)
+            factor *= straggler.compute_slowdown(moment)
         return factor
 
-    def _undisturbed(self, cost: Cost) -> float:
+    def _compute_base_seconds(self, cost: Cost) -> float:
         if cost.kind == "optimizer":
             return self.optimizer_s
         if cost.kind == "backward":
@@ -191,7 +191,7 @@ class DeviceProfile:
             return math.fsum(layer.backward_s for layer in self.layers)
         return BACKWARD_OVER_FORWARD * self.forward_s if self.backward_s is None else self.backward_s
 
-    def ready_at(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
+    def compute_ready_shares(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
         """Computes the share of a backward pass at which each bucket is ready, in the order in which they filled.
 
         Without layers or the buckets' sizes the shares are evenly spaced. With layers, a bucket is ready when the

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from farflung.noise import uniform
+from farflung.noise import draw_uniform
 from farflung.options import check_factor, require
 
-__all__ = ["Moment", "Occasional", "Scheduled", "Straggler", "Varying"]
+__all__ = ["Moment", "OccasionalStraggler", "ScheduledStraggler", "Straggler", "VaryingStraggler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +26,19 @@ class Moment:
     seed: int
     rank: int
     step: int
-    now_s: float
+    time_s: float
 
 
 class Straggler(Protocol):
     """Cause of temporary slow-downs; equal moments give equal factors."""
 
-    def slowdown(self, moment: Moment) -> float:
+    def compute_slowdown(self, moment: Moment) -> float:
         """Computes the factor of the time of a computation."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Occasional:
+class OccasionalStraggler:
     """Straggler whose steps take longer with a fixed probability.
 
     Args:
@@ -56,13 +56,13 @@ class Occasional:
         require(0 <= self.probability <= 1, "probability", self.probability, "in [0, 1]")
         check_factor("factor", self.factor)
 
-    def slowdown(self, moment: Moment) -> float:
-        drawn = uniform(moment.seed, 1, moment.rank, moment.step)
+    def compute_slowdown(self, moment: Moment) -> float:
+        drawn = draw_uniform(moment.seed, 1, moment.rank, moment.step)
         return self.factor if drawn < self.probability else 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Varying:
+class VaryingStraggler:
     r"""Straggler whose steps take a factor of :math:`1 + s X` each, with :math:`X` exponential of mean 1.
 
     Args:
@@ -79,12 +79,12 @@ class Varying:
     def __post_init__(self) -> None:
         require(0 <= self.spread < math.inf, "spread", self.spread, "0 or more")
 
-    def slowdown(self, moment: Moment) -> float:
-        return 1.0 - self.spread * math.log1p(-uniform(moment.seed, 2, moment.rank, moment.step))
+    def compute_slowdown(self, moment: Moment) -> float:
+        return 1.0 - self.spread * math.log1p(-draw_uniform(moment.seed, 2, moment.rank, moment.step))
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class ScheduledStraggler:
     """Straggler that is slow in an interval of time; the start of a computation decides.
 
     Args:
@@ -107,6 +107,6 @@ class Scheduled:
         require(0 <= self.begin_s < self.end_s, "begin_s", self.begin_s, expected)
         check_factor("factor", self.factor)
 
-    def slowdown(self, moment: Moment) -> float:
+    def compute_slowdown(self, moment: Moment) -> float:
         is_affected = not self.ranks or moment.rank in self.ranks
-        return self.factor if is_affected and self.begin_s <= moment.now_s < self.end_s else 1.0
+        return self.factor if is_affected and self.begin_s <= moment.time_s < self.end_s else 1.0

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
     from farflung.engine.accumulated import AccumulatedGradient
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from farflung.engine.extension import Extension, StepResult, TrainingLoop
     from farflung.engine.flight import Flight
     from farflung.engine.metadata import StepMetadata
-    from farflung.engine.placement import place
+    from farflung.engine.placement import select_device
     from farflung.engine.plan import Arrival, StepOutcome
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
             "accumulated": "AccumulatedGradient",
@@ -23,7 +23,7 @@ else:
             "extension": "Extension StepResult TrainingLoop",
             "flight": "Flight",
             "metadata": "StepMetadata",
-            "placement": "place",
+            "placement": "select_device",
             "plan": "Arrival StepOutcome",
         },
     )
@@ -40,5 +40,5 @@ __all__ = [
     "StepOutcome",
     "StepResult",
     "TrainingLoop",
-    "place",
+    "select_device",
 ]

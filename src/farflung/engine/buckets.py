@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from farflung.config import BUCKET_NBYTES
 from farflung.errors import ConfigError, Unsupported
-from farflung.types import Bucket, Json, Placed, TensorSpec
+from farflung.types import Bucket, Json, ParameterSpan, TensorSpec
 
-__all__ = ["GradientBucket", "GradientBuckets", "make_buckets"]
+__all__ = ["GradientBucket", "GradientBuckets", "build_buckets"]
 
-FIRST_NBYTES = 1 << 20
+FIRST_BUCKET_NBYTES = 1 << 20
 """Size of the first bucket. It is small so that the first exchange starts early, as in DistributedDataParallel."""
 
 
@@ -44,15 +44,15 @@ class GradientBucket:
     orders: list[tuple[int, ...]]
     optimizer: torch.optim.Optimizer | None = None
     """Optimizer of the parameters; ``None`` if unknown."""
-    missing: set[int] = field(default_factory=set)
+    missing_places: set[int] = field(default_factory=set)
     """Places that the current backward pass has not reached."""
-    absent: tuple[int, ...] = ()
+    zero_places: tuple[int, ...] = ()
     """Places without a gradient in the last backward pass, ascending."""
-    unused: Collection[int] = ()
+    unused_places: Collection[int] = ()
     """Places without a gradient on any rank, in the exchange whose mean is applied."""
-    never_used: Collection[int] = ()
+    unreached_places: Collection[int] = ()
     """Places that have never had a gradient on any rank."""
-    restrided: set[int] = field(default_factory=set)
+    restrided_places: set[int] = field(default_factory=set)
     """Places of parameters whose strides differ from those of their views: gradients are copied."""
     _gradients: list[Tensor] = field(init=False)
     """Gradients of the parameters: the views as separate tensors, since a loop may set their ``data``."""
@@ -67,9 +67,9 @@ class GradientBucket:
         """Spec of the flat tensor and its parameters; shapes are in the order of memory."""
         spans, start = [], 0
         for parameter, order in zip(self.parameters, self.orders, strict=True):
-            spans.append(Placed(tuple(parameter.shape[dim] for dim in order), start))
+            spans.append(ParameterSpan(tuple(parameter.shape[dim] for dim in order), start))
             start += parameter.numel()
-        return replace(TensorSpec.of(self.gradient), parts=tuple(spans))
+        return replace(TensorSpec.from_tensor(self.gradient), spans=tuple(spans))
 
     @property
     def layout(self) -> list[Json]:
@@ -81,7 +81,7 @@ class GradientBucket:
         offset = flat.storage_offset()
         return [flat.as_strided(v.shape, v.stride(), offset + v.storage_offset()) for v in self.views]
 
-    def weights(self) -> Tensor:
+    def copy_weights(self) -> Tensor:
         """Returns a flat copy of the parameters."""
         ordered = zip(self.parameters, self.orders, strict=True)
         return torch.cat([p.detach().permute(order).reshape(-1) for p, order in ordered])
@@ -102,9 +102,9 @@ class GradientBucket:
             self.gradient.copy_(mean)
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if (
-                place in self.never_used
+                place in self.unreached_places
                 or not parameter.requires_grad
-                or (place in self.unused and not view.any())
+                or (place in self.unused_places and not view.any())
             ):
                 parameter.grad = None
             else:
@@ -129,21 +129,21 @@ class GradientBucket:
                 if parameter.stride() == view.stride():
                     self._set_gradient(place)
                 else:
-                    self.restrided.add(place)
+                    self.restrided_places.add(place)
         self.clear_places(zero_places)
         if views:
             torch._foreach_copy_(views, grads)
 
     def clear_places(self, places: Sequence[int]) -> None:
         """Zeroes places, ascending, that have no gradient in this backward pass."""
-        if self.absent != (absent := tuple(places)):
-            self.absent, self._gaps = absent, self._find_gaps(absent)
+        if self.zero_places != (absent := tuple(places)):
+            self.zero_places, self._gaps = absent, self._find_gaps(absent)
         for gap in self._gaps:
             gap.zero_()
 
     def has_replaced_gradients(self) -> bool:
         """Returns True if a gradient has been removed or replaced since the bucket filled."""
-        exempt = self.restrided.union(self.absent)
+        exempt = self.restrided_places.union(self.zero_places)
         return any(
             (grad := parameter.grad) is not self._gradients[place]
             and place not in exempt
@@ -154,7 +154,7 @@ class GradientBucket:
     def _set_gradient(self, place: int) -> None:
         """Sets the gradient of a parameter to its part of the flat tensor."""
         view, gradient, parameter = self.views[place], self._gradients[place], self.parameters[place]
-        if place in self.restrided:
+        if place in self.restrided_places:
             parameter.grad = torch.empty_like(parameter).copy_(view)
             return
         if gradient.data_ptr() != view.data_ptr():
@@ -199,18 +199,18 @@ class GradientBuckets:
         for name, p in trainable:
             if p.is_complex():
                 raise Unsupported(f"parameter {name} is complex: make its torch.view_as_real the parameter")
-        self._buckets = make_buckets(trainable, bucket_nbytes)
+        self._buckets = build_buckets(trainable, bucket_nbytes)
         self.buckets = tuple(Bucket(bucket.index, bucket.spec) for bucket in self._buckets)
         """Buckets as passed to schedules."""
         self.numels = tuple(bucket.spec.numel for bucket in self.buckets)
         """Number of parameters in each bucket."""
-        self._ready: Callable[[int], None] | None = None
+        self._on_ready: Callable[[int], None] | None = None
         self._watcher: Callable[[nn.Parameter], None] | None = None
         self.lock = threading.RLock()
         """Lock held while a gradient is recorded, since autograd has a thread for each device."""
-        self._said_unused = False
+        self._has_warned = False
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
+            parameter.register_post_accumulate_grad_hook(self._create_hook(bucket, place))
             for bucket in self._buckets
             for place, parameter in enumerate(bucket.parameters)
         ]
@@ -239,14 +239,14 @@ class GradientBuckets:
         """Number of bytes of one dense gradient."""
         return sum(bucket.spec.nbytes for bucket in self.buckets)
 
-    def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
+    def run_backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """Runs autograd and calls ``ready(index)`` once as each bucket fills, from one thread at a time."""
         self.arm(ready)
         try:
             loss.backward()
             self.finish()
         finally:
-            self._ready = None
+            self._on_ready = None
 
     def watch(self, watcher: Callable[[nn.Parameter], None]) -> None:
         """Calls ``watcher`` inside autograd for each gradient, before it is recorded; it may call :meth:`arm`."""
@@ -255,36 +255,36 @@ class GradientBuckets:
     def arm(self, ready: Callable[[int], None]) -> None:
         """Starts to call ``ready(index)`` as each bucket fills, until :meth:`finish`."""
         for bucket in self._buckets:
-            bucket.missing = set(range(len(bucket.parameters)))
-        self._ready = ready
+            bucket.missing_places = set(range(len(bucket.parameters)))
+        self._on_ready = ready
 
     @property
-    def left(self) -> list[str]:
+    def missing_names(self) -> list[str]:
         """Names of the parameters without a gradient since :meth:`arm`."""
-        return [bucket.names[place] for bucket in self._buckets for place in sorted(bucket.missing)]
+        return [bucket.names[place] for bucket in self._buckets for place in sorted(bucket.missing_places)]
 
     def finish(self) -> None:
         """Ends the backward pass: parameters without a gradient contribute zeros."""
-        assert self._ready is not None
-        unused = [] if self._said_unused else self.left
-        self._fill(self._ready)
-        self._ready = None
+        assert self._on_ready is not None
+        unused = [] if self._has_warned else self.missing_names
+        self._fill_missing(self._on_ready)
+        self._on_ready = None
         if unused:
-            self._said_unused = True
+            self._has_warned = True
             warnings.warn(
                 f"{len(unused)} parameters had no part in the loss and contribute zeros: {', '.join(unused[:4])}"
                 + (" ..." if len(unused) > 4 else ""),
                 stacklevel=2,
             )
 
-    def without_data(self, ready: Callable[[int], None]) -> None:
+    def fill_zeros(self, ready: Callable[[int], None]) -> None:
         """Replaces a backward pass: all parameters contribute zeros."""
         self.clear()
         self.arm(ready)
-        self._fill(ready)
-        self._ready = None
+        self._fill_missing(ready)
+        self._on_ready = None
 
-    def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+    def unflatten(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns flat tensors, one for each bucket, as tensors by parameter name."""
         return {
             name: values
@@ -292,16 +292,16 @@ class GradientBuckets:
             for name, values in zip(bucket.names, bucket.view(flat), strict=True)
         }
 
-    def has_kept_gradients(self, arriving: nn.Parameter) -> bool:
+    def has_kept_gradients(self, parameter: nn.Parameter) -> bool:
         """Returns True if the last pass's gradients still exist when ``parameter`` gets the first one of another."""
-        return any(bool(gradient.any()) for gradient in self._find_kept(arriving))
+        return any(bool(gradient.any()) for gradient in self._iter_kept(parameter))
 
     def has_zeroed_gradients(self, arriving: nn.Parameter | None = None) -> bool:
         """Returns True if the gradients of the last pass have been overwritten with zeros, but not removed."""
-        gradients = [*self._find_kept(arriving)]
+        gradients = [*self._iter_kept(arriving)]
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
-    def _find_kept(self, arriving: nn.Parameter | None) -> Iterator[Tensor]:
+    def _iter_kept(self, arriving: nn.Parameter | None) -> Iterator[Tensor]:
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 grad = parameter.grad
@@ -326,70 +326,70 @@ class GradientBuckets:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, bucket: GradientBucket, place: int) -> Callable[[Tensor], None]:
+    def _create_hook(self, bucket: GradientBucket, place: int) -> Callable[[Tensor], None]:
         parameter = bucket.parameters[place]
 
         def handle_gradient(_: Tensor) -> None:
             with self.lock:
                 if self._watcher is not None:
                     self._watcher(parameter)
-                if self._ready is None:
+                if self._on_ready is None:
                     return
-                if place not in bucket.missing:
+                if place not in bucket.missing_places:
                     raise Unsupported(
                         f"parameter {bucket.names[place]} got its gradient in two parts in one backward pass, as where "
                         "a layer is used by several reentrant checkpoints: give torch.utils.checkpoint "
                         "use_reentrant=False"
                     )
-                bucket.missing.remove(place)
-                if not bucket.missing:
+                bucket.missing_places.remove(place)
+                if not bucket.missing_places:
                     bucket.gather()
-                    self._ready(bucket.index)
+                    self._on_ready(bucket.index)
 
         return handle_gradient
 
-    def _fill(self, ready: Callable[[int], None]) -> None:
+    def _fill_missing(self, ready: Callable[[int], None]) -> None:
         for bucket in self._buckets:
-            if bucket.missing:
-                bucket.missing = set()
+            if bucket.missing_places:
+                bucket.missing_places = set()
                 bucket.gather()
                 ready(bucket.index)
 
 
-def make_buckets(
-    trained: Sequence[tuple[str, nn.Parameter]], bucket_nbytes: int = BUCKET_NBYTES
+def build_buckets(
+    named_parameters: Sequence[tuple[str, nn.Parameter]], bucket_nbytes: int = BUCKET_NBYTES
 ) -> list[GradientBucket]:
     """Returns buckets of named parameters in reverse order; each dtype and device has its own buckets."""
-    groups = _grouped(reversed(trained), bucket_nbytes)
-    return [_bucket(index, group) for index, group in enumerate(groups)]
+    groups = _group_parameters(reversed(named_parameters), bucket_nbytes)
+    return [_build_bucket(index, group) for index, group in enumerate(groups)]
 
 
-def _grouped(
-    named: Iterable[tuple[str, nn.Parameter]], bucket_nbytes: int
+def _group_parameters(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], bucket_nbytes: int
 ) -> list[list[tuple[str, nn.Parameter]]]:
     groups: list[list[tuple[str, nn.Parameter]]] = []
     open_group: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     first = True
-    for name, parameter in named:
+    for name, parameter in named_parameters:
         key = (parameter.dtype, parameter.device)
         if key not in open_group:
             open_group[key], filled[key] = [], 0
             groups.append(open_group[key])
         open_group[key].append((name, parameter))
         filled[key] += parameter.nbytes
-        if filled[key] >= (min(FIRST_NBYTES, bucket_nbytes) if first else bucket_nbytes):
+        if filled[key] >= (min(FIRST_BUCKET_NBYTES, bucket_nbytes) if first else bucket_nbytes):
             del open_group[key]
             first = False
     return groups
 
 
-def _bucket(index: int, group: list[tuple[str, nn.Parameter]]) -> GradientBucket:
+def _build_bucket(index: int, group: list[tuple[str, nn.Parameter]]) -> GradientBucket:
     names = [name for name, _ in group]
     parameters = [parameter for _, parameter in group]
     numel = sum(parameter.numel() for parameter in parameters)
     flat = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
-    orders = [_memory_order(parameter) for parameter in parameters]
+    orders = [_find_memory_order(parameter) for parameter in parameters]
     views, start = [], 0
     for parameter, order in zip(parameters, orders, strict=True):
         if parameter.permute(order).is_contiguous():
@@ -400,7 +400,7 @@ def _bucket(index: int, group: list[tuple[str, nn.Parameter]]) -> GradientBucket
     return GradientBucket(index, flat, names, parameters, views, orders)
 
 
-def _memory_order(parameter: Tensor) -> tuple[int, ...]:
+def _find_memory_order(parameter: Tensor) -> tuple[int, ...]:
     """Returns the dimensions of a tensor, outermost in memory first; unchanged if memory has gaps or overlaps."""
     dims, strides = tuple(range(parameter.dim())), parameter.stride()
     order = tuple(sorted(dims, key=strides.__getitem__, reverse=True))

@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from farflung.comm import Purpose
-from farflung.engine.averaging import average, average_on
+from farflung.engine.averaging import average, average_dtype
 from farflung.engine.buckets import GradientBuckets
 from farflung.engine.extension import Extension
 from farflung.engine.flight import Flight, concatenate
 from farflung.engine.gate import LinkGate
 from farflung.engine.merge_states import MergeStates
 from farflung.engine.metadata import PendingMetadata, StepMetadata
-from farflung.engine.placement import state_on
+from farflung.engine.placement import move_state
 from farflung.engine.plan import Arrival, StepOutcome, StepPlan
 from farflung.engine.reducer_states import ReducerStates
-from farflung.engine.times import Times
-from farflung.engine.units import Unit, enumerate_parts, spec_of
+from farflung.engine.times import StepTimer
+from farflung.engine.units import UnitState, build_spec, enumerate_units
 from farflung.engine.unused import UnusedParameters
 from farflung.errors import NonFinite, Unsupported
-from farflung.files import deciding
-from farflung.moments import learning_rate_of, moments
-from farflung.types import Reduced, Reducer, Runtime, Schedule, SharedStats, State, Transfer
+from farflung.files import wrap_decision_errors
+from farflung.moments import collect_moments, get_learning_rate
+from farflung.types import Reducer, ReduceResult, Runtime, Schedule, SharedStats, State, Transfer
 
 __all__ = ["Engine"]
 
@@ -67,39 +67,43 @@ class Engine:
         seed: int,
         optimizer: torch.optim.Optimizer | None = None,
         on_nonfinite: str = "stop",
-        checks_gradients: bool = False,
+        should_check_gradients: bool = False,
         steps: int | None = None,
     ) -> None:
         self._runtime, self._buckets, self._reducer, self._schedule = runtime, buckets, reducer, schedule
-        self._on_nonfinite, self._checks_gradients, self._steps = on_nonfinite, checks_gradients, steps
+        self._on_nonfinite, self._should_check_gradients, self._steps = (
+            on_nonfinite,
+            should_check_gradients,
+            steps,
+        )
         self._optimizer = optimizer
         self._extensions: list[Extension] = []
         self._merge_states = MergeStates(schedule, buckets, optimizer)
         for bucket in buckets:
             bucket.optimizer = optimizer
-        sync_units = enumerate_parts(schedule, buckets.buckets)
-        specs = {number: spec_of(sync_unit) for number, sync_unit in sync_units.items()}
+        sync_units = enumerate_units(schedule, buckets.buckets)
+        specs = {number: build_spec(sync_unit) for number, sync_unit in sync_units.items()}
         self.reducer_states = ReducerStates(reducer, specs, seed, runtime.comm.rank, steps=steps)
-        self._units = {
-            number: Unit.make(number, sync_unit, buckets, self.reducer_states[number])
+        self._unit_states = {
+            number: UnitState.build(number, sync_unit, buckets, self.reducer_states[number])
             for number, sync_unit in sync_units.items()
         }
-        self._parts = tuple(sync_units.values())
-        self._unit_of = {id(unit.part): unit for unit in self._units.values()}
+        self._sync_units = tuple(sync_units.values())
+        self._states_by_id = {id(unit.sync_unit): unit for unit in self._unit_states.values()}
         self.unused = UnusedParameters()
-        self._metadata = PendingMetadata(self._units.values(), runtime.comm.rank)
+        self._metadata = PendingMetadata(self._unit_states.values(), runtime.comm.rank)
         self._schedule_state = schedule.init()
         self._plan = StepPlan(0, StepMetadata(0.0, 0.0), (), None)
-        self._has_local_steps = not schedule.moves_gradients
+        self._has_local_steps = not schedule.is_gradient_only
         """True if ranks step on their own gradients, at some steps or all."""
-        self._anchors_stale = False
+        self._has_stale_anchors = False
         """True if all ranks have moved equally since the anchors of local steps were last set."""
-        self._arrived: list[list[Arrival]] = []
+        self._unapplied: list[list[Arrival]] = []
         """Updates that have arrived and are not applied yet, by step."""
         self.flights: list[Flight] = []
         """Exchanges in flight, in order of launch."""
-        self.times = Times(runtime.now)
-        self.gate = LinkGate(runtime, self._is_busy, overlaps=not schedule.is_synchronous)
+        self.times = StepTimer(runtime.read_clock)
+        self.gate = LinkGate(runtime, self._is_busy, has_overlap=not schedule.is_synchronous)
         """Gate that blocks background transfers while a step waits for an exchange."""
         self.round_number = 0
         """Number of the current round, or of the next one; numbers messages, and is equal on all ranks."""
@@ -118,9 +122,9 @@ class Engine:
 
     def has_gradient_transfers(self, step: int) -> bool:
         """Returns True if gradients leave in the backward pass of a step."""
-        return any(transfer.merge.moves == "gradient" for transfer in self._transfers(step))
+        return any(transfer.merge.average_target == "gradient" for transfer in self._plan_transfers(step))
 
-    def begin(self, step: int, metadata: StepMetadata) -> None:
+    def begin_round(self, step: int, metadata: StepMetadata) -> None:
         """Plans a round, before its backward pass.
 
         Args:
@@ -131,37 +135,37 @@ class Engine:
           Unsupported: the schedule plans a unit or merge that it has not declared.
         """
         self.times.begin_step()
-        rate = None if self._optimizer is None else learning_rate_of(self._optimizer)
-        transfers = self._transfers(step)
+        rate = None if self._optimizer is None else get_learning_rate(self._optimizer)
+        transfers = self._plan_transfers(step)
         plan = self._plan = StepPlan(step, metadata, transfers, rate)
         self.is_round_open = True
-        if self._anchors_stale and not plan.has_gradients and not self.diverged:
-            self._anchors_stale = False
-            self._merge_states.rebase()
+        if self._has_stale_anchors and not plan.has_gradients and not self.has_diverged:
+            self._has_stale_anchors = False
+            self._merge_states.reset_anchors()
         numbers: dict[str, float] = {}
         for extension in self._extensions:
-            numbers |= extension.metadata(metadata)
+            numbers |= extension.report_metadata(metadata)
         self._metadata.add(metadata, numbers)
         for transfer in transfers:
-            self._check(transfer)
+            self._check_transfer(transfer)
 
-    def bucket_ready(self, index: int) -> None:
+    def handle_bucket(self, index: int) -> None:
         """Launches the transfers that waited for a bucket, which has filled.
 
         Exchanges start in the planned order, which is equal on all ranks, because the backend's native collectives are
         matched by order. Autograd's threads may call this, one at a time, while the training thread waits for them.
         """
         plan, gradient = self._plan, self._buckets[index].gradient
-        if self._checks_gradients and plan.metadata.is_finite and not gradient.isfinite().all():
+        if self._should_check_gradients and plan.metadata.is_finite and not gradient.isfinite().all():
             nonfinite = replace(plan.metadata, loss=math.nan)
             self._metadata.replace_step(plan.metadata, nonfinite)
             plan.metadata = nonfinite
         if not plan.metadata.is_finite:
             gradient.zero_()  # neither a mean nor a residual may ever see it
         for transfer in plan.fill(index):
-            self._launch(transfer)
+            self._launch_transfer(transfer)
 
-    async def settle(self) -> bool:
+    async def merge_gradients(self) -> bool:
         """Waits for the gradients that are due at this step, and applies their means.
 
         Returns:
@@ -171,18 +175,18 @@ class Engine:
           NonFinite: a rank had a non-finite loss, or gradient if these are checked. It is raised on all ranks at the
             same step, before the update.
         """
-        if len(self._arrived) > max(self._schedule.reach, 1):
-            await self._apply_arrived()  # steps have been left out one after the other
+        if len(self._unapplied) > max(self._schedule.max_steps_ahead, 1):
+            await self._apply_pending()  # steps have been left out one after the other
         self._track_peak()
-        steps_on_means = self._plan.has_gradients or bool(self._due(gradients=True))
-        has_merged = await self._merge(gradients=True)
-        self.gate.open()
+        steps_on_means = self._plan.has_gradients or bool(self._list_due(gradients=True))
+        has_merged = await self._merge_due(gradients=True)
+        self.gate.release()
         if steps_on_means:
-            self._anchors_stale |= self._has_local_steps
+            self._has_stale_anchors |= self._has_local_steps
             return has_merged
         return self._has_local_steps and self._plan.metadata.is_finite
 
-    async def finish(self, *, updated: bool, applies: bool = True) -> StepOutcome:
+    async def finish_round(self, *, has_updated: bool, should_apply: bool = True) -> StepOutcome:
         """Launches transfers of updates, applies those that are due, and ends the round.
 
         Args:
@@ -190,18 +194,18 @@ class Engine:
           should_apply: False to only await results, so that the schedule's state stays equal to ranks that apply them.
             The next call applies them.
         """
-        if updated and self._has_local_steps:
+        if has_updated and self._has_local_steps:
             self._merge_states.mark_updated()
         for transfer in self._plan.take_updates():
-            self._launch(transfer, is_updated=updated)
+            self._launch_transfer(transfer, is_updated=has_updated)
         self._track_peak()
-        if applies:
-            await self._merge(gradients=False)
-            self.gate.open()
+        if should_apply:
+            await self._merge_due(gradients=False)
+            self.gate.release()
         else:
-            for flights in self._due(gradients=False):
-                self._arrived.append(await self._collect(flights))
-                await self._observe(self._arrived[-1][0])
+            for flights in self._list_due(gradients=False):
+                self._unapplied.append(await self._collect(flights))
+                await self._report_arrival(self._unapplied[-1][0])
         if self.is_round_open:
             self.is_round_open = False
             self.round_number += 1
@@ -214,21 +218,21 @@ class Engine:
           update: Optimizer step, given the training step that it belongs to.
         """
         plan = self._plan = StepPlan(self._plan.step, self._plan.metadata, (), self._plan.learning_rate)
-        await self._apply_arrived()
-        for step in sorted({flight.due_step for flight in self.flights}):
+        await self._apply_pending()
+        for step in sorted({flight.merge_step for flight in self.flights}):
             plan.step = step
-            has_due = bool(self._due(gradients=True))
-            has_merged = await self._merge(gradients=True)
-            await self._merge(gradients=False)
+            has_due = bool(self._list_due(gradients=True))
+            has_merged = await self._merge_due(gradients=True)
+            await self._merge_due(gradients=False)
             if has_merged and has_due:
                 await update(step)
             self._buckets.clear()
         self._merge_states.finish()
-        if self.diverged:
+        if self.has_diverged:
             parameters = [parameter.detach() for parameter in self._buckets.parameters]
             await average(self._runtime, parameters, self.round_number, Purpose.FLUSH)
             self.restart()
-        for name, value in (await self._metadata.sum_rest(self._runtime, self.round_number)).items():
+        for name, value in (await self._metadata.sum_remaining(self._runtime, self.round_number)).items():
             plan.outcome.sums[name] = plan.outcome.sums.get(name, 0.0) + value
         return plan.outcome
 
@@ -241,9 +245,9 @@ class Engine:
         """
         self._metadata.clear(numbers=from_anchors)
         if from_anchors:
-            self._merge_states.drop_contributions(to_anchors=not self._anchors_stale)
+            self._merge_states.drop_contributions(to_anchors=not self._has_stale_anchors)
         else:
-            self._merge_states.rebase()
+            self._merge_states.reset_anchors()
 
     @property
     def merged_weight(self) -> float:
@@ -254,27 +258,27 @@ class Engine:
     # --- the model --------------------------------------------------------------------------------------------
 
     @property
-    def diverged(self) -> bool:
+    def has_diverged(self) -> bool:
         """Returns True if parameters may differ between ranks; equal on all ranks."""
         if not self._has_local_steps:
             return False
-        is_pending = bool(self.flights or self._arrived) or not self._metadata.is_empty
-        return is_pending or self._merge_states.is_apart
+        is_pending = bool(self.flights or self._unapplied) or not self._metadata.is_empty
+        return is_pending or self._merge_states.has_diverged
 
-    def anchor_parameters(self) -> dict[str, Tensor] | None:
+    def get_anchor_parameters(self) -> dict[str, Tensor] | None:
         """Returns the parameters without contributions in flight, equal on all ranks; ``None`` without anchors."""
-        anchors = None if self._anchors_stale else self._merge_states.anchors
-        return None if anchors is None else self._buckets.named(anchors)
+        anchors = None if self._has_stale_anchors else self._merge_states.anchors
+        return None if anchors is None else self._buckets.unflatten(anchors)
 
-    def consensus_parameters(self) -> dict[str, Tensor] | None:
+    def get_consensus_parameters(self) -> dict[str, Tensor] | None:
         """Returns the parameters for evaluations and checkpoints, by name and equal on all ranks.
 
         Returns:
           Parameters that replace the rank's own: none if ranks are equal. ``None`` stands for the mean of all ranks.
         """
-        if not self.diverged:
+        if not self.has_diverged:
             return {}
-        return self.anchor_parameters() if self._merge_states.evaluates_anchor else None
+        return self.get_anchor_parameters() if self._merge_states.should_evaluate_anchor else None
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
@@ -295,7 +299,7 @@ class Engine:
                 "merges": shared_merges,
                 "reducer": shared_reducer,
                 "unused": shared_unused,
-                "anchors_stale": self._anchors_stale,
+                "anchors_stale": self._has_stale_anchors,
                 "round_number": self.round_number,
             },
             "own": {
@@ -320,22 +324,25 @@ class Engine:
           CheckpointError: the reducer's state is of another version.
         """
         shared, local = state["shared"], state["own"]
-        self.reducer_states.check_own(local["reducer"])
+        self.reducer_states.check_local_state(local["reducer"])
         self.flights.clear()
-        self._arrived.clear()
+        self._unapplied.clear()
         self.is_round_open, self.round_number = False, shared["round_number"]
         self.sent_nbytes, self.peak_nbytes = local["sent_nbytes"], local["peak_nbytes"]
-        self._schedule_state, self._anchors_stale = shared["schedule"], shared["anchors_stale"]
+        self._schedule_state, self._has_stale_anchors = shared["schedule"], shared["anchors_stale"]
         self.times.resume_from(local["elapsed_s"])
         self._metadata.load_state_dict(local["metadata"])
         self.unused.load_state_dict(shared["unused"], local["absent"])
         self._merge_states.load_state_dict(shared["merges"], local["merges"])
         for saved in local["flights"].values():
-            unit = self._units[saved["number"]]
+            unit = self._unit_states[saved["number"]]
             kinds = self._merge_states.kinds
-            self._add(Flight.restart(saved, unit, kinds, self._runtime, self._reducer))
+            self._add_flight(Flight.restart(saved, unit, kinds, self._runtime, self._reducer))
         states = [
-            {number: state_on(half, self._units[int(number)].device) for number, half in halves.items()}
+            {
+                number: move_state(half, self._unit_states[int(number)].device)
+                for number, half in halves.items()
+            }
             for halves in (shared["reducer"], local["reducer"])
         ]
 
@@ -349,34 +356,36 @@ class Engine:
 
     # --- launching --------------------------------------------------------------------------------------------
 
-    def _transfers(self, step: int) -> list[Transfer]:
-        return self._schedule.plan(self._schedule_state, self._parts, step)
+    def _plan_transfers(self, step: int) -> list[Transfer]:
+        return self._schedule.plan(self._schedule_state, self._sync_units, step)
 
-    def _check(self, transfer: Transfer) -> None:
+    def _check_transfer(self, transfer: Transfer) -> None:
         plans = f"schedule {type(self._schedule).__name__}, step {self._plan.step}: plans"
         if transfer.merge not in self._merge_states:
             raise Unsupported(
                 f"{plans} merge {type(transfer.merge).__name__}, which is not among its merges: name it there"
             )
-        if id(transfer.part) not in self._unit_of:
+        if id(transfer.unit) not in self._states_by_id:
             raise Unsupported(f"{plans} a part that is not among its parts: name it there")
-        if transfer.due_step > self._plan.step and not self._schedule.late:
+        if transfer.merge_step > self._plan.step and not self._schedule.has_late_results:
             raise Unsupported(
-                f"{plans} a result for step {transfer.due_step}, and its late is False: make it True"
+                f"{plans} a result for step {transfer.merge_step}, and its late is False: make it True"
             )
 
-    def _launch(self, transfer: Transfer, *, is_updated: bool = True) -> None:
-        plan, unit = self._plan, self._unit_of[id(transfer.part)]
-        merge, delay = transfer.merge, transfer.due_step - plan.step
-        if self._steps is not None and transfer.due_step >= self._steps - 1:
-            merge = merge.last()
+    def _launch_transfer(self, transfer: Transfer, *, is_updated: bool = True) -> None:
+        plan, unit = self._plan, self._states_by_id[id(transfer.unit)]
+        merge, delay = transfer.merge, transfer.merge_step - plan.step
+        if self._steps is not None and transfer.merge_step >= self._steps - 1:
+            merge = merge.as_final()
         if delay <= 0:
-            self.gate.shut()
+            self.gate.close()
         is_first, plan.has_launched = not plan.has_launched, True
-        moves_gradient = merge.moves == "gradient"
-        zero_places = unit.absent if moves_gradient else ()
-        unused_changed = moves_gradient and self.unused.note(unit, zero_places)
-        weight, vector = self._metadata.pack(unit, is_first_of_step=is_first, unused_changed=unused_changed)
+        moves_gradient = merge.average_target == "gradient"
+        zero_places = unit.zero_places if moves_gradient else ()
+        unused_changed = moves_gradient and self.unused.did_change(unit, zero_places)
+        weight, vector = self._metadata.pack(
+            unit, is_first_of_step=is_first, has_unused_changes=unused_changed
+        )
         # A step that was left out may be made up for before the result is applied.
         steps_before = delay if is_updated else max(delay, 1)
         tensors, saved = self._merge_states.contribute(merge, unit.buckets, steps_before)
@@ -384,20 +393,22 @@ class Engine:
             unit, plan.step, self.round_number, delay, merge, saved, weight, vector, is_first, zero_places
         )
         for extension in self._extensions:
-            extension.on_launch(flight, tensors)
-        plan.num_waiting -= 1
-        flight.launch(self._runtime, self._reducer, concatenate(tensors), ends_step=not plan.num_waiting)
-        self._add(flight)
-        if is_first and self._schedule.asks(self._schedule_state, plan.step):
-            flight.times = self._runtime.decide("times", plan.step, self.times.to_json)
+            extension.handle_launch(flight, tensors)
+        plan.num_unlaunched -= 1
+        flight.launch(
+            self._runtime, self._reducer, concatenate(tensors), is_last_of_step=not plan.num_unlaunched
+        )
+        self._add_flight(flight)
+        if is_first and self._schedule.needs_times(self._schedule_state, plan.step):
+            flight.decider_times = self._runtime.decide("times", plan.step, self.times.to_json)
 
-    def _add(self, flight: Flight) -> None:
+    def _add_flight(self, flight: Flight) -> None:
         self.flights.append(flight)
         self._merge_states.add(flight)
 
     def _is_busy(self) -> bool:
         """Returns True if any exchange is incomplete."""
-        return any(not flight.started.result.done for flight in tuple(self.flights))
+        return any(not flight.exchange.result.is_done for flight in tuple(self.flights))
 
     def _track_peak(self) -> None:
         nbytes = sum(flight.nbytes for flight in self.flights)
@@ -407,70 +418,79 @@ class Engine:
 
     # --- applying ---------------------------------------------------------------------------------------------
 
-    def _due(self, *, gradients: bool) -> list[list[Flight]]:
+    def _list_due(self, *, gradients: bool) -> list[list[Flight]]:
         """Returns the due exchanges of gradients, or all other due ones, by the step at which they started."""
         candidates = [
             flight
             for flight in self.flights
-            if (flight.merge.moves == "gradient") == gradients and flight.due_step <= self._plan.step
+            if (flight.merge.average_target == "gradient") == gradients
+            and flight.merge_step <= self._plan.step
         ]
         return [list(flights) for _, flights in groupby(candidates, key=lambda flight: flight.step)]
 
-    async def _merge(self, *, gradients: bool) -> bool:
+    async def _merge_due(self, *, gradients: bool) -> bool:
         """Applies due results; returns True if those of the last step changed anything."""
-        has_merged = not gradients and await self._apply_arrived()
-        for flights in self._due(gradients=gradients):
+        has_merged = not gradients and await self._apply_pending()
+        for flights in self._list_due(gradients=gradients):
             arrivals = await self._collect(flights)
-            has_merged = await self._apply(arrivals)
-            await self._observe(arrivals[0])
+            has_merged = await self._apply_arrivals(arrivals)
+            await self._report_arrival(arrivals[0])
         return has_merged
 
-    async def _apply_arrived(self) -> bool:
+    async def _apply_pending(self) -> bool:
         """Applies updates that were only awaited so far; returns True if the last ones changed anything."""
         has_merged = False
-        pending, self._arrived = self._arrived, []
+        pending, self._unapplied = self._unapplied, []
         for arrivals in pending:
-            has_merged = await self._apply(arrivals)
+            has_merged = await self._apply_arrivals(arrivals)
         return has_merged
 
     async def _collect(self, flights: Sequence[Flight]) -> list[Arrival]:
         """Waits for the exchanges of one step, and agrees on the parameters that no rank has used in it."""
         arrivals: list[Arrival] = []
         for flight in flights:
-            with self.times.waiting():
-                result = await flight.started.bring()
+            with self.times.measure_wait():
+                result = await flight.exchange.wait()
             self.flights.remove(flight)
             self.sent_nbytes += flight.channel.sent_nbytes
             self.times.record_exchange(flight)
             await self._update_reducer(flight, result)
             metadata = self._metadata.layout.unpack(result.metadata)
             if metadata.num_nonfinite and self._on_nonfinite == "stop":
-                quantity = "gradient" if self._checks_gradients else "loss"
+                quantity = "gradient" if self._should_check_gradients else "loss"
                 raise NonFinite(flight.step, metadata.nonfinite_ranks, metadata.num_nonfinite, quantity)
             arrivals.append(Arrival(flight, result, metadata))
-        requests = [(flight.unit, flight.absent) for flight, _, metadata in arrivals if metadata.unused_changed]
+        requests = [
+            (flight.unit, flight.zero_places)
+            for flight, _, metadata in arrivals
+            if metadata.has_unused_changes
+        ]
         if requests:
-            with self.times.waiting():
-                self.sent_nbytes += await self.unused.exchange(self._runtime, flights[0].round_number, requests)
+            with self.times.measure_wait():
+                self.sent_nbytes += await self.unused.exchange(
+                    self._runtime, flights[0].round_number, requests
+                )
         for flight in flights:
             self.unused.update(flight.unit)
         return arrivals
 
-    async def _update_reducer(self, flight: Flight, reduced: Reduced) -> None:
-        is_last = reduced.learn_together is not None and all(
+    async def _update_reducer(self, flight: Flight, reduced: ReduceResult) -> None:
+        is_last = reduced.update_all_states is not None and all(
             candidate.step != flight.step for candidate in self.flights
         )
-        if reduced.learn is not None or is_last:
+        if reduced.update_state is not None or is_last:
             # What was launched before encodes first; its messages go on while this thread learns.
-            await self._runtime.launch(_reach_first_waits())
-            self.reducer_states.learn(flight.unit.number, reduced, last=is_last)
+            await self._runtime.launch(_await_earlier())
+            self.reducer_states.update(flight.unit.number, reduced, is_last=is_last)
 
-    async def _apply(self, arrivals: Sequence[Arrival]) -> bool:
+    async def _apply_arrivals(self, arrivals: Sequence[Arrival]) -> bool:
         """Applies one step's results; returns True if they changed anything."""
-        is_skipped = self._on_nonfinite == "skip" and any(arrival.metadata.num_nonfinite for arrival in arrivals)
+        is_skipped = self._on_nonfinite == "skip" and any(
+            arrival.metadata.num_nonfinite for arrival in arrivals
+        )
         has_merged = False
         for extension in self._extensions:
-            extension.on_arrival(arrivals)
+            extension.handle_arrivals(arrivals)
         for flight, result, metadata in arrivals:
             is_valid = not (is_skipped or (metadata.num_nonfinite and result.weight == 0))
             has_merged |= is_valid
@@ -481,13 +501,15 @@ class Engine:
 
     async def _average_moments(self, flight: Flight) -> None:
         assert self._optimizer is not None
-        tensors = [t for bucket in flight.unit.buckets for t in moments(self._optimizer, bucket.parameters)]
+        tensors = [
+            t for bucket in flight.unit.buckets for t in collect_moments(self._optimizer, bucket.parameters)
+        ]
         if tensors and self._runtime.comm.size > 1:
-            number = Purpose.MOMENTS.at(flight.round_number)
-            with self.times.waiting():
-                self.sent_nbytes += await average_on(self._runtime, tensors, number, flight.unit.number)
+            number = Purpose.MOMENTS.build_exchange_id(flight.round_number)
+            with self.times.measure_wait():
+                self.sent_nbytes += await average_dtype(self._runtime, tensors, number, flight.unit.number)
 
-    async def _observe(self, arrival: Arrival) -> None:
+    async def _report_arrival(self, arrival: Arrival) -> None:
         """Reports one step's exchanges to the schedule and to the outcome of this step."""
         flight, result, metadata = arrival
         outcome = self._plan.outcome
@@ -498,14 +520,14 @@ class Engine:
         for name, value in sums.items():
             outcome.sums[name] = outcome.sums.get(name, 0.0) + value
         stats = SharedStats(flight.step, loss, result.weight, sums, learning_rate=self._plan.learning_rate)
-        if flight.times is not None:
-            with self.times.waiting():
-                decision = await flight.times
-            with deciding(decision.name, decision.step):
-                stats = replace(stats, **Times.from_json(decision.value))
+        if flight.decider_times is not None:
+            with self.times.measure_wait():
+                decision = await flight.decider_times
+            with wrap_decision_errors(decision.name, decision.step):
+                stats = replace(stats, **StepTimer.from_json(decision.value))
         outcome.stats = stats
-        self._schedule_state = self._schedule.observe(self._schedule_state, stats)
+        self._schedule_state = self._schedule.update_state(self._schedule_state, stats)
 
 
-async def _reach_first_waits() -> None:
+async def _await_earlier() -> None:
     """Completes once every exchange launched earlier has reached its first await."""

@@ -18,7 +18,7 @@ from farflung.engine.flight import Flight
 from farflung.engine.metadata import StepMetadata
 from farflung.engine.plan import Arrival, StepOutcome
 from farflung.telemetry import Telemetry
-from farflung.types import Json, PoolView, Reducer, Runtime, SampleIds, Sampler, Schedule, ScoredBy, State
+from farflung.types import DrawContext, Json, Reducer, Runtime, SampleIds, Sampler, Schedule, ScoreKind, State
 
 if TYPE_CHECKING:
     from farflung.engine.engine import Engine
@@ -55,7 +55,7 @@ class StepSamples(Protocol):
         """Returns True if the samples have importance weights."""
         ...
 
-    def view_of_rest(self, step: int) -> PoolView:
+    def get_undrawn(self, step: int) -> DrawContext:
         """Returns the samples that a step could have drawn but did not."""
         ...
 
@@ -83,11 +83,11 @@ class TrainingLoop(Protocol):
     optimizer: torch.optim.Optimizer
     buckets: GradientBuckets
     engine: Engine
-    held: Any
-    accumulated: AccumulatedGradient
+    holding: Any
+    accumulated_gradient: AccumulatedGradient
 
     @property
-    def drawing(self) -> StepSamples: ...
+    def batch_loader(self) -> StepSamples: ...
 
     @property
     def schedule(self) -> Schedule: ...
@@ -98,11 +98,11 @@ class TrainingLoop(Protocol):
     @property
     def sampler(self) -> Sampler: ...
 
-    def scorer(self, by: ScoredBy) -> Callable[[SampleIds], Tensor]:
+    def build_scorer(self, kind: ScoreKind) -> Callable[[SampleIds], Tensor]:
         """Returns a function that scores samples by the current model."""
         ...
 
-    def losses(self) -> Callable[[SampleIds], Tensor]:
+    def build_loss_fn(self) -> Callable[[SampleIds], Tensor]:
         """Returns a function that computes the losses of samples outside the batch."""
         ...
 
@@ -124,29 +124,29 @@ class Extension:
         """Names of the numbers of :meth:`report_metadata`, before the first step; equal on all ranks."""
         return ()
 
-    async def before_step(self, step: int) -> None:
+    async def prepare_step(self, step: int) -> None:
         """Runs before the samples of a step are drawn."""
 
-    def computing(self, step: int) -> AbstractContextManager[object]:
+    def compute_context(self, step: int) -> AbstractContextManager[object]:
         """Returns a context for the forward and backward pass."""
         del step
         return nullcontext()
 
-    def metadata(self, own: StepMetadata) -> Mapping[str, float]:
+    def report_metadata(self, metadata: StepMetadata) -> Mapping[str, float]:
         """Returns numbers that are summed over all ranks in the step's metadata."""
-        del own
+        del metadata
         return {}
 
-    def on_launch(self, flight: Flight, tensors: Sequence[Tensor]) -> None:
+    def handle_launch(self, flight: Flight, tensors: Sequence[Tensor]) -> None:
         """Runs before an exchange of these contributions starts, one for each bucket."""
 
-    async def while_waiting(self, step: int) -> None:
+    async def use_wait(self, step: int) -> None:
         """Runs after the backward pass, while exchanges are in flight."""
 
-    def on_arrival(self, arrivals: Sequence[Arrival]) -> None:
+    def handle_arrivals(self, arrivals: Sequence[Arrival]) -> None:
         """Runs when all exchanges of a step have arrived, before they are applied."""
 
-    async def after_step(self, result: StepResult) -> None:
+    async def finish_step(self, result: StepResult) -> None:
         """Runs when a step is complete."""
 
     async def finish(self) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.comm import ExchangeChannel, Purpose, Started, Values, start
-from farflung.engine.placement import record_stream, state_on
-from farflung.engine.units import Places, Unit
+from farflung.comm import ExchangeChannel, ExchangeHandle, Purpose, ResultCodec, start_exchange
+from farflung.engine.placement import move_state, record_stream
+from farflung.engine.units import Places, UnitState
 from farflung.state_trees import pack_tree, unpack_tree
-from farflung.tasks import Pending, done
-from farflung.types import CodecState, Contribution, Decision, Merge, Reduced, Reducer, Runtime, State
+from farflung.tasks import Pending, create_completed
+from farflung.types import CodecState, Contribution, Decision, Merge, Reducer, ReduceResult, Runtime, State
 
-__all__ = ["Flight", "concatenate", "without_contributions"]
+__all__ = ["Flight", "concatenate", "zero_contributions"]
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +37,7 @@ class Flight:
       notes: JSON values of extensions by name.
     """
 
-    unit: Unit
+    unit: UnitState
     step: int
     round_number: int
     delay: int
@@ -46,26 +46,26 @@ class Flight:
     weight: float
     metadata: Tensor
     is_first_of_step: bool
-    absent: Places = ()
+    zero_places: Places = ()
     notes: dict[str, Any] = field(default_factory=dict)
-    started: Started[Reduced] = field(init=False)
-    began_s: float = field(init=False)
-    ended_s: float | None = field(init=False, default=None)
+    exchange: ExchangeHandle[ReduceResult] = field(init=False)
+    start_s: float = field(init=False)
+    end_s: float | None = field(init=False, default=None)
     """Time of the result on the run's clock, recorded shortly after it."""
     state_before: CodecState | None = field(init=False, default=None)
     """State of the reducer when the exchange started."""
-    times: Pending[Decision] | None = field(init=False, default=None)
+    decider_times: Pending[Decision] | None = field(init=False, default=None)
     """Times measured by the decider, if requested by the schedule."""
 
     @property
-    def due_step(self) -> int:
+    def merge_step(self) -> int:
         """Step at which the result is applied."""
         return self.step + self.delay
 
     @property
     def channel(self) -> ExchangeChannel:
         """Channel, which counts the bytes sent."""
-        return self.started.channel
+        return self.exchange.channel
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +80,7 @@ class Flight:
         tensor: Tensor,
         state: CodecState | None = None,
         *,
-        ends_step: bool = False,
+        is_last_of_step: bool = False,
     ) -> None:
         """Starts the exchange on the communication thread.
 
@@ -91,49 +91,63 @@ class Flight:
           state: State of the reducer, if the exchange is repeated.
           is_last_of_step: True if it is the last to start at its step.
         """
-        self.began_s = runtime.now()
+        self.start_s = runtime.read_clock()
         originals, wait_until_filled = [tensor], record_stream(tensor.device)
         # The first attempt may write in the tensor; another one needs the same numbers.
         is_saved = all("own" in saved for saved in self.saved.values())
         backup = None if runtime.elastic is None or is_saved else tensor.clone()
 
-        def exchange(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, Reduced]:
+        def exchange(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, ReduceResult]:
             wait_until_filled()
-            contribution = originals.pop() if originals else self._contribution() if backup is None else backup.clone()
-            return self._exchange(reducer, channel, contribution, state)
+            contribution = (
+                originals.pop()
+                if originals
+                else self._copy_contribution()
+                if backup is None
+                else backup.clone()
+            )
+            return self._run_exchange(reducer, channel, contribution, state)
 
         def rewind() -> None:
             if self.state_before is not None:
                 self.unit.slot.state = self.state_before
 
         def handle_end(_: object) -> None:
-            self.ended_s = runtime.now()
+            self.end_s = runtime.read_clock()
 
-        number = Purpose.STEP.at(self.round_number)
-        self.started = start(
-            runtime, number, self.unit.number, exchange, _RESULT, rewind=rewind, ends_step=ends_step
+        number = Purpose.STEP.build_exchange_id(self.round_number)
+        self.exchange = start_exchange(
+            runtime,
+            number,
+            self.unit.number,
+            exchange,
+            _RESULT,
+            rewind=rewind,
+            is_last_of_step=is_last_of_step,
         )
-        self.started.result.on_done(handle_end)
+        self.exchange.result.add_done_callback(handle_end)
 
-    async def _exchange(
-        self, reducer: Reducer, channel: ExchangeChannel, own: Tensor, state: CodecState | None
-    ) -> Reduced:
+    async def _run_exchange(
+        self, reducer: Reducer, channel: ExchangeChannel, tensor: Tensor, state: CodecState | None
+    ) -> ReduceResult:
         slot = self.unit.slot
         if state is not None:
             slot.state = state
         self.state_before = slot.state
-        contribution = Contribution(own, self.weight, self.metadata)
+        contribution = Contribution(tensor, self.weight, self.metadata)
         result = await reducer.reduce(channel, slot, contribution, step=self.step)
-        await channel.computed()
+        await channel.wait_computed()
         return result
 
-    def _contribution(self) -> Tensor:
+    def _copy_contribution(self) -> Tensor:
         """Returns a copy of the saved contribution."""
         return concatenate([self.saved[bucket.index]["own"].clone() for bucket in self.unit.buckets])
 
     async def state_dict(self) -> State:
         """Returns the original input of the exchange, from which a resumed run repeats it."""
-        codec_state = self.state_before or self.unit.slot.state  # one whose result another rank gave never began
+        codec_state = (
+            self.state_before or self.unit.slot.state
+        )  # one whose result another rank gave never began
         return {
             "number": self.unit.number,
             "step": self.step,
@@ -144,15 +158,15 @@ class Flight:
             "weight": self.weight,
             "metadata": self.metadata,
             "is_first_of_step": self.is_first_of_step,
-            "absent": list(self.absent),
+            "absent": list(self.zero_places),
             "notes": dict(self.notes),
             "before": {"shared": codec_state.shared, "local": codec_state.local},
-            "times": None if self.times is None else (await self.times).value,
+            "times": None if self.decider_times is None else (await self.decider_times).value,
         }
 
     @staticmethod
     def restart(
-        state: State, unit: Unit, merges: Mapping[str, type[Merge]], runtime: Runtime, reducer: Reducer
+        state: State, unit: UnitState, merges: Mapping[str, type[Merge]], runtime: Runtime, reducer: Reducer
     ) -> Flight:
         """Restarts an exchange from :meth:`state_dict`.
 
@@ -164,7 +178,7 @@ class Flight:
             state["round_number"],
             state["delay"],
             merges[state["merge"]["kind"]](**state["merge"]["settings"]),
-            {int(index): state_on(saved, unit.device) for index, saved in state["saved"].items()},
+            {int(index): move_state(saved, unit.device) for index, saved in state["saved"].items()},
             state["weight"],
             state["metadata"],
             state["is_first_of_step"],
@@ -172,28 +186,40 @@ class Flight:
             dict(state["notes"]),
         )
         if state["times"] is not None:
-            flight.times = done(Decision("times", flight.step, state["times"]))
-        if runtime.elastic is not None and runtime.elastic.joins:
+            flight.decider_times = create_completed(Decision("times", flight.step, state["times"]))
+        if runtime.elastic is not None and runtime.elastic.is_joining:
             for saved in flight.saved.values():
                 saved["own"].zero_()
-            flight.weight, flight.absent, flight.notes = 0.0, (), {}
+            flight.weight, flight.zero_places, flight.notes = 0.0, (), {}
             flight.metadata = torch.zeros_like(flight.metadata)
-        codec_state = state_on(state["before"], unit.device)
-        flight.launch(runtime, reducer, flight._contribution(), CodecState(codec_state["shared"], codec_state["local"]))
+        codec_state = move_state(state["before"], unit.device)
+        flight.launch(
+            runtime,
+            reducer,
+            flight._copy_contribution(),
+            CodecState(codec_state["shared"], codec_state["local"]),
+        )
         return flight
 
 
-def without_contributions(own: State) -> State:
+def zero_contributions(local: State) -> State:
     """Returns a rank's local half of the engine's state, with zeros for its contributions."""
     flights = {}
-    for name, flight in own["flights"].items():
+    for name, flight in local["flights"].items():
         saved = {
-            index: {**state, "own": torch.zeros_like(state["own"])} for index, state in flight["saved"].items()
+            index: {**state, "own": torch.zeros_like(state["own"])}
+            for index, state in flight["saved"].items()
         }
-        codec_state = {**flight["before"], "local": _zeros(flight["before"]["local"])}
+        codec_state = {**flight["before"], "local": _zero_tree(flight["before"]["local"])}
         flights[name] = {**flight, "saved": saved, "before": codec_state}
     pending: State = {"steps": {}, "numbers": {}}
-    return {**own, "flights": flights, "merges": _zeros(own["merges"]), "reducer": {}, "metadata": pending}
+    return {
+        **local,
+        "flights": flights,
+        "merges": _zero_tree(local["merges"]),
+        "reducer": {},
+        "metadata": pending,
+    }
 
 
 def concatenate(tensors: list[Tensor]) -> Tensor:
@@ -201,31 +227,31 @@ def concatenate(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _zeros(tree: Any) -> Any:
+def _zero_tree(tree: Any) -> Any:
     """Returns nested dicts with tensors replaced by zeros."""
     if isinstance(tree, dict):
-        return {name: _zeros(node) for name, node in tree.items()}
+        return {name: _zero_tree(node) for name, node in tree.items()}
     return torch.zeros_like(tree) if isinstance(tree, Tensor) else tree
 
 
-def _packed(reduced: Reduced) -> tuple[Tensor, ...]:
+def _pack_result(result: ReduceResult) -> tuple[Tensor, ...]:
     """Returns a result as tensors, for a member that lacks it and thereby loses its residual of the exchange."""
-    tensors = reduced.mean, torch.tensor([reduced.weight], dtype=torch.float64), reduced.metadata
-    if not reduced.taught:
+    tensors = result.mean, torch.tensor([result.weight], dtype=torch.float64), result.metadata
+    if not result.shared_delta:
         return tensors
-    return *tensors, pack_tree(reduced.taught)
+    return *tensors, pack_tree(result.shared_delta)
 
 
-def _unpacked(tensors: tuple[Tensor, ...]) -> Reduced:
+def _unpack_result(tensors: tuple[Tensor, ...]) -> ReduceResult:
     mean, weight, metadata, *delta = tensors
     if not delta:
-        return Reduced(mean, float(weight), metadata)
+        return ReduceResult(mean, float(weight), metadata)
     shared = unpack_tree(delta[0])
 
     def update_state(state: CodecState) -> CodecState:
         return CodecState({**state.shared, **shared}, state.local)
 
-    return Reduced(mean, float(weight), metadata, update_state, taught=shared)
+    return ReduceResult(mean, float(weight), metadata, update_state, shared_delta=shared)
 
 
-_RESULT: Values[Reduced] = Values(_packed, _unpacked)
+_RESULT: ResultCodec[ReduceResult] = ResultCodec(_pack_result, _unpack_result)

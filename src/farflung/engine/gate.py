@@ -23,30 +23,30 @@ class LinkGate:
       has_overlap: True if some exchanges overlap with computing.
     """
 
-    def __init__(self, runtime: Runtime, under_way: Callable[[], bool], *, overlaps: bool) -> None:
-        self._runtime, self._under_way, self._overlaps = runtime, under_way, overlaps
-        self._opens: Pending[None] | None = None
+    def __init__(self, runtime: Runtime, is_busy: Callable[[], bool], *, has_overlap: bool) -> None:
+        self._runtime, self._is_busy, self._has_overlap = runtime, is_busy, has_overlap
+        self._opening: Pending[None] | None = None
         """Pending that completes when the gate opens; ``None`` while it is open."""
 
-    def now(self) -> float:
-        return self._runtime.now()
+    def read_clock(self) -> float:
+        return self._runtime.read_clock()
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Blocks background transfers until :meth:`release`."""
-        if self._opens is None:
-            self._opens = Pending()
+        if self._opening is None:
+            self._opening = Pending()
 
-    def open(self) -> None:
+    def release(self) -> None:
         """Releases all waits."""
-        opens, self._opens = self._opens, None
+        opens, self._opening = self._opening, None
         if opens is not None:
-            opens.set(None)
+            opens.set_result(None)
 
-    async def opened(self, rest_s: float = 0.0) -> float:
+    async def wait_open(self, rest_s: float = 0.0) -> float:
         """Stays idle first if exchanges are in flight that no step waits for, then waits until the gate is open."""
-        if rest_s and self._overlaps and self._under_way():
-            await self._runtime.sleep_until(self.now() + rest_s)
+        if rest_s and self._has_overlap and self._is_busy():
+            await self._runtime.sleep_until(self.read_clock() + rest_s)
         # It may have been shut again since the wait was over.
-        while (opens := self._opens) is not None:
+        while (opens := self._opening) is not None:
             await opens
-        return self.now()
+        return self.read_clock()

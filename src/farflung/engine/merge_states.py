@@ -10,7 +10,7 @@ from torch import Tensor
 from farflung.engine.buckets import GradientBucket, GradientBuckets
 from farflung.engine.flight import Flight
 from farflung.errors import Unsupported
-from farflung.moments import forget
+from farflung.moments import drop_state
 from farflung.types import Merge, MergeState, Schedule, State
 
 __all__ = ["MergeStates"]
@@ -47,7 +47,7 @@ class MergeStates:
             if optimizer is not None:
                 merge.check(optimizer)
         self._states = {
-            kind: [_initial(merge, bucket) for bucket in buckets] for kind, merge in self._merges.items()
+            kind: [_init_state(merge, bucket) for bucket in buckets] for kind, merge in self._merges.items()
         }
 
     def __contains__(self, merge: Merge) -> bool:
@@ -59,14 +59,14 @@ class MergeStates:
                 yield self._merges[kind], bucket, state
 
     @property
-    def is_apart(self) -> bool:
+    def has_diverged(self) -> bool:
         """Returns True if ranks differ after the last result was applied; equal on all ranks."""
-        return any(state.is_apart for _, _, state in self)
+        return any(state.has_diverged for _, _, state in self)
 
     @property
-    def evaluates_anchor(self) -> bool:
+    def should_evaluate_anchor(self) -> bool:
         """Returns True if the anchor is evaluated while ranks differ."""
-        return any(merge.evaluates_anchor for merge in self._merges.values())
+        return any(merge.should_evaluate_anchor for merge in self._merges.values())
 
     @property
     def anchors(self) -> list[Tensor] | None:
@@ -111,22 +111,22 @@ class MergeStates:
             merge.apply(bucket, state, saved, bucket_mean, flight.delay)
             if merge.optimizer_state == "reset":
                 assert bucket.optimizer is not None
-                forget(bucket.optimizer, bucket.parameters)
+                drop_state(bucket.optimizer, bucket.parameters)
 
     def mark_updated(self) -> None:
         """Records that the optimizer has stepped."""
         for _, _, state in self:
             state.has_updates = True
 
-    def rebase(self) -> None:
+    def reset_anchors(self) -> None:
         """Sets anchors to the parameters, which are equal on all ranks; frees each old one before the next."""
         for merge, bucket, state in self:
-            if merge.moves != "gradient":
+            if merge.average_target != "gradient":
                 state.anchor, state.local = None, {}
-                initial = merge.init(bucket.weights())
+                initial = merge.init(bucket.copy_weights())
                 state.anchor, state.local = initial.anchor, initial.local
                 state.shared.update(initial.shared)
-                state.is_apart = state.has_updates = False
+                state.has_diverged = state.has_updates = False
 
     def drop_contributions(self, *, to_anchors: bool) -> None:
         """Resets this rank to one without contributions.
@@ -152,25 +152,31 @@ class MergeStates:
         for merge, bucket, state in self:
             name, key = type(merge).__name__, str(bucket.index)
             anchor = {} if state.anchor is None else {"anchor": state.anchor}
-            shared[name][key] = {**anchor, **state.shared, "is_apart": state.is_apart}
+            shared[name][key] = {**anchor, **state.shared, "is_apart": state.has_diverged}
             local[name][key] = {**state.local, "has_updates": state.has_updates}
         return shared, local
 
-    def load_state_dict(self, shared: Mapping[str, State], own: Mapping[str, State]) -> None:
+    def load_state_dict(self, shared: Mapping[str, State], local: Mapping[str, State]) -> None:
         """Restores :meth:`state_dict`, with nothing in flight."""
         for merge, bucket, state in self:
             name, key = type(merge).__name__, str(bucket.index)
-            state.shared, state.local = _copied(shared[name][key], bucket), _copied(own[name][key], bucket)
+            state.shared, state.local = (
+                _copy_state(shared[name][key], bucket),
+                _copy_state(local[name][key], bucket),
+            )
             state.anchor = state.shared.pop("anchor", None)
-            state.is_apart, state.has_updates = state.shared.pop("is_apart"), state.local.pop("has_updates")
+            state.has_diverged, state.has_updates = (
+                state.shared.pop("is_apart"),
+                state.local.pop("has_updates"),
+            )
             state.pending = []
 
 
-def _initial(merge: Merge, bucket: GradientBucket) -> MergeState:
-    return MergeState() if merge.moves == "gradient" else merge.init(bucket.weights())
+def _init_state(merge: Merge, bucket: GradientBucket) -> MergeState:
+    return MergeState() if merge.average_target == "gradient" else merge.init(bucket.copy_weights())
 
 
-def _copied(state: State, bucket: GradientBucket) -> State:
+def _copy_state(state: State, bucket: GradientBucket) -> State:
     device = bucket.gradient.device
     return {
         name: value.to(device, copy=True) if isinstance(value, Tensor) else value

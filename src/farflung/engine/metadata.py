@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from farflung.comm import Purpose
-from farflung.engine.averaging import sum_everywhere
-from farflung.engine.units import Unit
+from farflung.engine.averaging import sum_over_ranks
+from farflung.engine.units import UnitState
 from farflung.types import Runtime, State
 
 __all__ = ["MetadataLayout", "PendingMetadata", "ReducedMetadata", "StepMetadata"]
 
-_FIXED = ("loss", "nonfinite", "ranks", "squares of ranks", "answers")
+_FIXED_FIELDS = ("loss", "nonfinite", "ranks", "squares of ranks", "answers")
 """First numbers of every metadata vector."""
-_DIGIT = 1 << 16
+_DIGIT_BASE = 1 << 16
 """Base of ``answers``, in which each boolean is summed in one digit; larger than any number of ranks."""
 
 
@@ -61,7 +61,7 @@ class ReducedMetadata:
     loss: float
     num_nonfinite: int
     nonfinite_ranks: list[int]
-    unused_changed: bool
+    has_unused_changes: bool
     num_exhausted: int
     sums: Mapping[str, float]
 
@@ -78,7 +78,7 @@ class MetadataLayout:
 
     @property
     def numel(self) -> int:
-        return len(_FIXED) + len(self._names)
+        return len(_FIXED_FIELDS) + len(self._names)
 
     def pack(
         self,
@@ -86,7 +86,7 @@ class MetadataLayout:
         rank: int,
         numbers: Mapping[str, float],
         *,
-        unused_changed: bool = False,
+        has_unused_changes: bool = False,
     ) -> tuple[float, Tensor]:
         """Returns a rank's weight in an exchange, and its metadata as a vector.
 
@@ -110,22 +110,22 @@ class MetadataLayout:
             else:
                 nonfinite += 1
         count = len(steps)
-        answers = unused_changed + _DIGIT * is_exhausted
+        answers = has_unused_changes + _DIGIT_BASE * is_exhausted
         values = [
             loss / count, nonfinite, nonfinite * rank, nonfinite * rank**2, answers, *[0.0] * len(self._names)
         ]  # fmt: skip
         for name, value in numbers.items():
-            values[len(_FIXED) + self._names.index(name)] += value
+            values[len(_FIXED_FIELDS) + self._names.index(name)] += value
         return weight / count, torch.tensor(values, dtype=torch.float64)
 
     def unpack(self, summed: Tensor) -> ReducedMetadata:
         """Unpacks the sum of all ranks' vectors."""
         loss, nonfinite, ranks, squares, answers, *values = summed.tolist()
-        num_exhausted, unused_changed = divmod(int(answers), _DIGIT)
+        num_exhausted, unused_changed = divmod(int(answers), _DIGIT_BASE)
         return ReducedMetadata(
             loss,
             int(nonfinite),
-            _ranks(int(nonfinite), ranks, squares),
+            _solve_ranks(int(nonfinite), ranks, squares),
             bool(unused_changed),
             num_exhausted,
             dict(zip(self._names, values, strict=True)),
@@ -140,7 +140,7 @@ class PendingMetadata:
       rank: Rank of this replica.
     """
 
-    def __init__(self, units: Collection[Unit], rank: int) -> None:
+    def __init__(self, units: Collection[UnitState], rank: int) -> None:
         self._units, self._rank = units, rank
         self._names: list[str] = []
         self.layout = MetadataLayout()
@@ -169,7 +169,9 @@ class PendingMetadata:
             if unit.steps and unit.steps[-1] is step:
                 unit.steps[-1] = replacement
 
-    def pack(self, unit: Unit, *, is_first_of_step: bool, unused_changed: bool) -> tuple[float, Tensor]:
+    def pack(
+        self, unit: UnitState, *, is_first_of_step: bool, has_unused_changes: bool
+    ) -> tuple[float, Tensor]:
         """Packs and removes pending metadata; returns the rank's weight in an exchange, and the vector.
 
         Args:
@@ -181,7 +183,7 @@ class PendingMetadata:
         if is_first_of_step:
             numbers, self._numbers = self._numbers, {}
         steps, unit.steps = unit.steps, []
-        return self.layout.pack(steps, self._rank, numbers, unused_changed=unused_changed)
+        return self.layout.pack(steps, self._rank, numbers, has_unused_changes=has_unused_changes)
 
     def clear(self, *, numbers: bool = False) -> None:
         """Clears the steps, and optionally the numbers."""
@@ -190,12 +192,12 @@ class PendingMetadata:
         if numbers:
             self._numbers.clear()
 
-    async def sum_rest(self, runtime: Runtime, number: int) -> Mapping[str, float]:
+    async def sum_remaining(self, runtime: Runtime, number: int) -> Mapping[str, float]:
         """Sums the numbers not sent in any exchange; their names are equal on all ranks."""
         if not self._numbers:
             return {}
         vector = torch.tensor(list(self._numbers.values()), dtype=torch.float64)
-        _, summed = await sum_everywhere(runtime, torch.empty(0), vector, number, purpose=Purpose.REMAINDER)
+        _, summed = await sum_over_ranks(runtime, torch.empty(0), vector, number, purpose=Purpose.REMAINDER)
         names, self._numbers = list(self._numbers), {}
         return dict(zip(names, summed.tolist(), strict=True))
 
@@ -215,7 +217,7 @@ class PendingMetadata:
         self._numbers = dict(state["numbers"])
 
 
-def _ranks(count: int, total: float, squares: float) -> list[int]:
+def _solve_ranks(count: int, total: float, squares: float) -> list[int]:
     """Returns one or two ranks computed from their sum and the sum of their squares."""
     if count == 1:
         return [int(total)]

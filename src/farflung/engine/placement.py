@@ -7,17 +7,19 @@ from collections.abc import Callable
 
 import torch
 
-from farflung.comm.staging import moved
+from farflung.comm.staging import copy_tensor_to_device
 from farflung.errors import ConfigError
 from farflung.types import Batch, State
 
-__all__ = ["HOST", "batch_on", "place", "record_stream", "state_on", "wait_for"]
+__all__ = ["HOST", "move_batch", "move_state", "record_stream", "select_device", "synchronize"]
 
 HOST = torch.device("cpu")
 """Default device."""
 
 
-def place(device: str, *, local_rank: int = 0, local_size: int = 1, option: str = "--device") -> torch.device:
+def select_device(
+    device: str, *, local_rank: int = 0, local_size: int = 1, option: str = "--device"
+) -> torch.device:
     """Returns the device of a replica on this machine.
 
     Args:
@@ -51,17 +53,17 @@ def place(device: str, *, local_rank: int = 0, local_size: int = 1, option: str 
     return torch.device("cuda", local_rank)
 
 
-def batch_on(batch: Batch, device: torch.device) -> Batch:
+def move_batch(batch: Batch, device: torch.device) -> Batch:
     """Copies a batch to ``device`` without waiting for the copies."""
     if device == HOST:
         return batch
-    return Batch(moved(batch.inputs, device), moved(batch.targets, device))
+    return Batch(copy_tensor_to_device(batch.inputs, device), copy_tensor_to_device(batch.targets, device))
 
 
-def state_on(state: State, device: torch.device) -> State:
+def move_state(state: State, device: torch.device) -> State:
     """Moves the tensors of a state to ``device``."""
     return {
-        name: state_on(leaf, device)
+        name: move_state(leaf, device)
         if isinstance(leaf, dict)
         else leaf.to(device)
         if isinstance(leaf, torch.Tensor)
@@ -73,16 +75,16 @@ def state_on(state: State, device: torch.device) -> State:
 def record_stream(device: torch.device) -> Callable[[], None]:
     """Returns a function that makes another thread's stream wait for the work queued on this thread's."""
     if device.type != "cuda":
-        return _wait_for_nothing
+        return _skip_wait
     event = torch.cuda.current_stream(device).record_event()
     return lambda: torch.cuda.current_stream(device).wait_event(event)
 
 
-def _wait_for_nothing() -> None:
+def _skip_wait() -> None:
     pass
 
 
-def wait_for(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Waits until ``device`` has completed the work of this thread, so that its time counts as computing."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from farflung.engine.flight import Flight
 from farflung.engine.metadata import ReducedMetadata, StepMetadata
-from farflung.types import Reduced, SharedStats, Transfer
+from farflung.types import ReduceResult, SharedStats, Transfer
 
 __all__ = ["Arrival", "StepOutcome", "StepPlan"]
 
@@ -18,7 +18,7 @@ class Arrival(NamedTuple):
     """Exchange with its result."""
 
     flight: Flight
-    reduced: Reduced
+    result: ReduceResult
     metadata: ReducedMetadata
 
 
@@ -58,20 +58,24 @@ class StepPlan:
     ) -> None:
         self.step, self.metadata, self.learning_rate = step, metadata, learning_rate
         self.outcome = StepOutcome()
-        self.num_waiting = len(transfers)
+        self.num_unlaunched = len(transfers)
         """Number of transfers not launched yet."""
         self.has_launched = False
-        self._gradients = deque(transfer for transfer in transfers if transfer.merge.moves == "gradient")
-        self._updates = [transfer for transfer in transfers if transfer.merge.moves != "gradient"]
+        self._gradients = deque(
+            transfer for transfer in transfers if transfer.merge.average_target == "gradient"
+        )
+        self._updates = [transfer for transfer in transfers if transfer.merge.average_target != "gradient"]
         self.has_gradients = bool(self._gradients)
         """True if gradients leave in the step's backward pass."""
-        self._full: set[int] = set()
+        self._full_buckets: set[int] = set()
         """Buckets that have filled."""
 
     def fill(self, index: int) -> Iterator[Transfer]:
         """Marks a bucket as full; yields the gradient transfers that can start."""
-        self._full.add(index)
-        while self._gradients and self._full.issuperset(b.index for b in self._gradients[0].part.buckets):
+        self._full_buckets.add(index)
+        while self._gradients and self._full_buckets.issuperset(
+            b.index for b in self._gradients[0].unit.buckets
+        ):
             yield self._gradients.popleft()
 
     def take_updates(self) -> list[Transfer]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from farflung.errors import CheckpointError
-from farflung.seeding import derive
-from farflung.trees import keys_of
-from farflung.types import CodecState, Json, Reduced, Reducer, Seeds, State, StateSlot, TensorSpec
+from farflung.seeding import derive_seed
+from farflung.trees import list_keys
+from farflung.types import CodecState, Json, Reducer, ReduceResult, Seeds, State, StateSlot, TensorSpec
 
 __all__ = ["ReducerStates"]
 
@@ -41,11 +41,13 @@ class ReducerStates:
         self._reducer = reducer
         self._slots = {
             number: StateSlot(
-                reducer.init(spec, Seeds(derive(seed, "codec", number), derive(seed, "codec", number, rank)))
+                reducer.init(
+                    spec, Seeds(derive_seed(seed, "codec", number), derive_seed(seed, "codec", number, rank))
+                )
             )
             for number, spec in specs.items()
         }
-        self._keys = {number: keys_of(slot.state.local) for number, slot in self._slots.items()}
+        self._keys = {number: list_keys(slot.state.local) for number, slot in self._slots.items()}
 
     def __getitem__(self, number: int) -> StateSlot:
         return self._slots[number]
@@ -53,7 +55,7 @@ class ReducerStates:
     def __iter__(self) -> Iterator[StateSlot]:
         return iter(self._slots.values())
 
-    def learn(self, number: int, reduced: Reduced, *, last: bool) -> None:
+    def update(self, number: int, result: ReduceResult, *, is_last: bool) -> None:
         """Updates states from a result.
 
         Args:
@@ -61,11 +63,11 @@ class ReducerStates:
           result: Result of its exchange.
           is_last: True if no other exchange of its step is in flight.
         """
-        if reduced.learn is not None:
-            self._slots[number].state = reduced.learn(self._slots[number].state)
-        if last and reduced.learn_together is not None:
+        if result.update_state is not None:
+            self._slots[number].state = result.update_state(self._slots[number].state)
+        if is_last and result.update_all_states is not None:
             states = {index: slot.state for index, slot in self._slots.items()}
-            for index, state in reduced.learn_together(states).items():
+            for index, state in result.update_all_states(states).items():
                 self._slots[index].state = state
 
     def report(self) -> Mapping[str, Json]:
@@ -78,20 +80,20 @@ class ReducerStates:
         local = {str(number): slot.state.local for number, slot in self._slots.items()}
         return shared, local
 
-    def check_own(self, own: State) -> None:
+    def check_local_state(self, local: State) -> None:
         """Checks that the local halves of :meth:`state_dict` are complete.
 
         Raises:
           CheckpointError: one lacks an initial key, as a state of another version may.
         """
         for number, keys in self._keys.items():
-            if str(number) in own and (missing_keys := keys - keys_of(own[str(number)])):
+            if str(number) in local and (missing_keys := keys - list_keys(local[str(number)])):
                 raise CheckpointError(
                     f"the reducer's state in the checkpoint lacks {', '.join(sorted(missing_keys))}: "
                     "use the version that wrote it, or start the run anew"
                 )
 
-    def load_state_dict(self, shared: State, own: State) -> None:
+    def load_state_dict(self, shared: State, local: State) -> None:
         """Restores :meth:`state_dict`, after :meth:`check_local_state`."""
         for number, slot in self._slots.items():
-            slot.state = CodecState(shared[str(number)], own.get(str(number), slot.state.local))
+            slot.state = CodecState(shared[str(number)], local.get(str(number), slot.state.local))

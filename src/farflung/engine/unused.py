@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from farflung.comm import ExchangeChannel, Purpose, Values, start
-from farflung.engine.units import Places, Unit
+from farflung.comm import ExchangeChannel, Purpose, ResultCodec, start_exchange
+from farflung.engine.units import Places, UnitState
 from farflung.types import Runtime, State
 
 __all__ = ["UnusedParameters"]
 
-_NO_SIDE = torch.zeros(0, dtype=torch.float64)
+_NO_METADATA = torch.zeros(0, dtype=torch.float64)
 
 
 class UnusedParameters:
@@ -27,36 +27,36 @@ class UnusedParameters:
     """
 
     def __init__(self) -> None:
-        self._own: dict[int, Places] = {}
+        self._local: dict[int, Places] = {}
         """Places without a gradient on this rank when the last exchange of a unit began; no entry if empty."""
-        self._by_all: dict[int, Places] = {}
+        self._common: dict[int, Places] = {}
         """Places without a gradient on all ranks, as last agreed."""
-        self._never: dict[int, Places] = {}
+        self._unreached: dict[int, Places] = {}
         """Places without a gradient on all ranks in every exchange of a unit so far."""
-        self._current: set[int] = set()
+        self._updated_units: set[int] = set()
         """Units whose buckets are up to date."""
         self.is_unequal = False
         """True if some ranks have lacked gradients that others had; equal on all ranks."""
 
-    def note(self, unit: Unit, absent: Places) -> bool:
+    def did_change(self, unit: UnitState, zero_places: Places) -> bool:
         """Records this rank's places without a gradient in an exchange; returns True if they have changed."""
-        previous = self._own.get(unit.number, ())
-        self._own[unit.number] = absent
-        return previous != absent
+        previous = self._local.get(unit.number, ())
+        self._local[unit.number] = zero_places
+        return previous != zero_places
 
-    def update(self, unit: Unit) -> None:
+    def update(self, unit: UnitState) -> None:
         """Updates the buckets of a unit whose result has arrived with the places that no rank has used."""
         number = unit.number
-        if number in self._current:
+        if number in self._updated_units:
             return
-        self._current.add(number)
-        unused = self._by_all.get(number, ())
-        unreached = tuple(sorted({*self._never.get(number, unused)}.intersection(unused)))
-        self._never[number] = unreached
+        self._updated_units.add(number)
+        unused = self._common.get(number, ())
+        unreached = tuple(sorted({*self._unreached.get(number, unused)}.intersection(unused)))
+        self._unreached[number] = unreached
         first = 0
         for bucket in unit.buckets:
             last = first + len(bucket.parameters)
-            bucket.unused, bucket.never_used = (
+            bucket.unused_places, bucket.unreached_places = (
                 frozenset(
                     place - first for place in places[bisect_left(places, first) : bisect_left(places, last)]
                 )
@@ -64,7 +64,9 @@ class UnusedParameters:
             )
             first = last
 
-    async def exchange(self, runtime: Runtime, number: int, absent: Sequence[tuple[Unit, Places]]) -> int:
+    async def exchange(
+        self, runtime: Runtime, number: int, zero_places: Sequence[tuple[UnitState, Places]]
+    ) -> int:
         """Sends this rank's places without a gradient in a step to all others, as requested by their metadata.
 
         Args:
@@ -75,38 +77,46 @@ class UnusedParameters:
         Returns:
           Number of payload bytes sent.
         """
-        masks = [torch.zeros(sum(len(bucket.parameters) for bucket in unit.buckets)) for unit, _ in absent]
-        for mask, (_, places) in zip(masks, absent, strict=True):
+        masks = [
+            torch.zeros(sum(len(bucket.parameters) for bucket in unit.buckets)) for unit, _ in zero_places
+        ]
+        for mask, (_, places) in zip(masks, zero_places, strict=True):
             mask[list(places)] = 1.0
-        metadata = _NO_SIDE if runtime.elastic is None else torch.ones(1, dtype=torch.float64)
+        metadata = _NO_METADATA if runtime.elastic is None else torch.ones(1, dtype=torch.float64)
 
         async def exchange(channel: ExchangeChannel) -> tuple[Tensor, ...]:
-            return await channel.collective("direct")(channel, torch.cat(masks), metadata)
+            return await channel.get_collective("direct")(channel, torch.cat(masks), metadata)
 
-        first = min(unit.number for unit, _ in absent)
-        handle = start(runtime, Purpose.UNUSED.at(number), first, exchange, Values(tuple, tuple))
-        total, count = await handle.bring()
+        first = min(unit.number for unit, _ in zero_places)
+        handle = start_exchange(
+            runtime, Purpose.UNUSED.build_exchange_id(number), first, exchange, ResultCodec(tuple, tuple)
+        )
+        total, count = await handle.wait()
         is_common = total == (int(count) if len(count) else runtime.comm.size)
         self.is_unequal |= bool((total.bool() & ~is_common).any())
-        for (unit, _), unit_mask in zip(absent, is_common.split([len(mask) for mask in masks]), strict=True):
-            self._by_all[unit.number] = tuple(unit_mask.nonzero().flatten().tolist())
-            self._current.discard(unit.number)
+        for (unit, _), unit_mask in zip(
+            zero_places, is_common.split([len(mask) for mask in masks]), strict=True
+        ):
+            self._common[unit.number] = tuple(unit_mask.nonzero().flatten().tolist())
+            self._updated_units.discard(unit.number)
         return handle.channel.sent_nbytes
 
     def state_dict(self) -> tuple[State, State]:
         """Returns the shared and the local half."""
-        return {"now": _saved(self._by_all), "never": _saved(self._never)}, _saved(self._own)
+        return {"now": _pack_places(self._common), "never": _pack_places(self._unreached)}, _pack_places(
+            self._local
+        )
 
-    def load_state_dict(self, shared: State, own: State) -> None:
+    def load_state_dict(self, shared: State, local: State) -> None:
         """Restores :meth:`state_dict`."""
-        self._by_all, self._never = _loaded(shared["now"]), _loaded(shared["never"])
-        self._own = _loaded(own)
-        self._current.clear()
+        self._common, self._unreached = _unpack_places(shared["now"]), _unpack_places(shared["never"])
+        self._local = _unpack_places(local)
+        self._updated_units.clear()
 
 
-def _saved(places: Mapping[int, Iterable[int]]) -> State:
+def _pack_places(places: Mapping[int, Iterable[int]]) -> State:
     return {str(number): list(unit_places) for number, unit_places in places.items()}
 
 
-def _loaded(state: State) -> dict[int, Places]:
+def _unpack_places(state: State) -> dict[int, Places]:
     return {int(number): tuple(places) for number, places in state.items()}

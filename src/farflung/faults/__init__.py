@@ -1,17 +1,17 @@
 """Faults of a run, described once for every world."""
 
-from farflung.faults.injector import Condition, FaultInjector, Stage, Standing
-from farflung.faults.plan import FAULTS, MEMBERSHIP, PASSING, Fault, FaultPlan, load_faults
+from farflung.faults.injector import ActiveFaults, FaultEnvironment, FaultInjector, LinkCondition
+from farflung.faults.plan import FAULTS, MEMBERSHIP_KINDS, TEMPORARY_KINDS, Fault, FaultPlan, load_faults
 
 __all__ = [
     "FAULTS",
-    "MEMBERSHIP",
-    "PASSING",
-    "Condition",
+    "MEMBERSHIP_KINDS",
+    "TEMPORARY_KINDS",
+    "ActiveFaults",
     "Fault",
+    "FaultEnvironment",
     "FaultInjector",
     "FaultPlan",
-    "Stage",
-    "Standing",
+    "LinkCondition",
     "load_faults",
 ]

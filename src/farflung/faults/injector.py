@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from farflung.faults.plan import BETWEEN_TWO, Fault, FaultPlan
+from farflung.faults.plan import LINK_KINDS, Fault, FaultPlan
 from farflung.telemetry import Event
 
-__all__ = ["Condition", "FaultInjector", "Stage", "Standing"]
+__all__ = ["ActiveFaults", "FaultEnvironment", "FaultInjector", "LinkCondition"]
 
-NAMED = 3
+MAX_NAMED_FAULTS = 3
 """Number of faults that a warning names; it counts the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class LinkCondition:
     """Effect of faults on a link, in one direction; by default none.
 
     Args:
@@ -27,25 +27,25 @@ class Condition:
       bandwidth_bps: Limit in bits per second, besides the network's own limits.
     """
 
-    cut: bool = False
+    is_cut: bool = False
     loss: float = 0.0
     bandwidth_bps: float = math.inf
 
-    def after(self, fault: Fault) -> Condition:
+    def with_fault(self, fault: Fault) -> LinkCondition:
         """Returns the condition after one more fault of ``cut``, ``throttle`` or ``lose``."""
         if fault.kind == "cut":
-            return replace(self, cut=True)
+            return replace(self, is_cut=True)
         if fault.bandwidth_bps is not None:
             return replace(self, bandwidth_bps=fault.bandwidth_bps)
         assert fault.loss is not None
         return replace(self, loss=fault.loss)
 
 
-Struck: TypeAlias = "tuple[int, int] | int"
+FaultTarget: TypeAlias = "tuple[int, int] | int"
 """Link from one rank to another, or a replica."""
 
 
-class Standing:
+class ActiveFaults:
     """Faults that have begun and not ended. The last of a kind applies; when it ends, the one before applies again.
 
     Args:
@@ -54,53 +54,53 @@ class Standing:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._held: dict[Struck, list[Fault]] = {}
+        self._faults: dict[FaultTarget, list[Fault]] = {}
 
-    def begin(self, fault: Fault) -> None:
+    def add(self, fault: Fault) -> None:
         """Adds a fault of :data:`farflung.faults.TEMPORARY_KINDS`; a ``restore`` clears its targets."""
-        for target in self._concerned(fault):
-            active = self._held.setdefault(target, [])
+        for target in self._iter_targets(fault):
+            active = self._faults.setdefault(target, [])
             if fault.kind == "restore":
                 active.clear()
             else:
                 active.append(fault)
 
-    def end(self, fault: Fault) -> None:
+    def remove(self, fault: Fault) -> None:
         """Removes a fault whose time is over; does nothing if it was restored before."""
-        for target in self._concerned(fault):
-            active = self._held.get(target, [])
+        for target in self._iter_targets(fault):
+            active = self._faults.get(target, [])
             if fault in active:
                 active.remove(fault)
 
-    def condition(self, src: int, dst: int) -> Condition:
+    def get_condition(self, src: int, dst: int) -> LinkCondition:
         """Returns the condition of the link from one rank to another."""
-        condition = Condition()
-        for fault in self._held.get((src, dst), ()):
-            condition = condition.after(fault)
+        condition = LinkCondition()
+        for fault in self._faults.get((src, dst), ()):
+            condition = condition.with_fault(fault)
         return condition
 
-    def slowdown(self, rank: int) -> float:
+    def get_slowdown(self, rank: int) -> float:
         """Returns the factor of a replica's computing time."""
-        active = self._held.get(rank)
+        active = self._faults.get(rank)
         factors = [fault.factor for fault in active if fault.factor is not None] if active else []
         return factors[-1] if factors else 1.0
 
-    def hangs(self, rank: int) -> bool:
+    def is_hung(self, rank: int) -> bool:
         """Returns True if a replica is suspended."""
-        return any(fault.kind == "hang" for fault in self._held.get(rank, ()))
+        return any(fault.kind == "hang" for fault in self._faults.get(rank, ()))
 
-    def is_hung_for_good(self, rank: int) -> bool:
+    def is_permanently_hung(self, rank: int) -> bool:
         """Returns True if a replica is suspended by a fault without an end."""
-        return any(fault.kind == "hang" and fault.for_s is None for fault in self._held.get(rank, ()))
+        return any(fault.kind == "hang" and fault.for_s is None for fault in self._faults.get(rank, ()))
 
-    def _concerned(self, fault: Fault) -> Iterator[Struck]:
-        if fault.kind in BETWEEN_TWO:
-            yield from fault.ways(self._size)
-        if fault.kind not in BETWEEN_TWO or (fault.kind == "restore" and fault.peer is None):
+    def _iter_targets(self, fault: Fault) -> Iterator[FaultTarget]:
+        if fault.kind in LINK_KINDS:
+            yield from fault.iter_links(self._size)
+        if fault.kind not in LINK_KINDS or (fault.kind == "restore" and fault.peer is None):
             yield fault.rank
 
 
-class Stage:
+class FaultEnvironment:
     """Environment in which faults happen: replicas, and the links between them.
 
     Args:
@@ -108,13 +108,13 @@ class Stage:
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.standing = size, Standing(size)
+        self.size, self.active_faults = size, ActiveFaults(size)
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """Returns the seconds since the first step began."""
         raise NotImplementedError
 
-    def at(self, t: float, fn: Callable[[], None]) -> None:
+    def call_at(self, time_s: float, fn: Callable[[], None]) -> None:
         """Calls ``fn`` at ``time_s`` seconds after the start of the first step."""
         raise NotImplementedError
 
@@ -138,39 +138,39 @@ class Stage:
         """Closes the connections of a replica to a peer, at the replica's end."""
         raise NotImplementedError
 
-    def change(self, src: int, dst: int, before: Condition, now: Condition) -> None:
+    def set_condition(self, src: int, dst: int, previous: LinkCondition, condition: LinkCondition) -> None:
         """Sets the condition of the link from one rank to another."""
         raise NotImplementedError
 
-    def hang(self, rank: int, hangs: bool) -> None:
+    def set_hung(self, rank: int, is_hung: bool) -> None:
         """Suspends or resumes a replica."""
         raise NotImplementedError
 
-    def strike(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """Injects a fault immediately."""
         replica_actions = {"crash": self.crash, "leave": self.leave, "join": self.join}
         if fault.kind in replica_actions:
             replica_actions[fault.kind](fault.rank)
         elif fault.kind == "reset":
-            for link in fault.ways(self.size):
+            for link in fault.iter_links(self.size):
                 self.reset(*link)
         else:
-            self._change(fault, self.standing.begin)
+            self._apply_change(fault, self.active_faults.add)
 
-    def undo(self, fault: Fault) -> None:
+    def revert(self, fault: Fault) -> None:
         """Reverts a fault whose time is over."""
-        self._change(fault, self.standing.end)
+        self._apply_change(fault, self.active_faults.remove)
 
-    def _change(self, fault: Fault, how: Callable[[Fault], None]) -> None:
+    def _apply_change(self, fault: Fault, update: Callable[[Fault], None]) -> None:
         """Applies the effects of a fault's beginning or end to the replica and its links."""
-        standing, rank, links = self.standing, fault.rank, list(fault.ways(self.size))
-        was_hung, conditions = standing.hangs(rank), [standing.condition(*link) for link in links]
-        how(fault)
+        standing, rank, links = self.active_faults, fault.rank, list(fault.iter_links(self.size))
+        was_hung, conditions = standing.is_hung(rank), [standing.get_condition(*link) for link in links]
+        update(fault)
         for link, previous in zip(links, conditions, strict=True):
-            if (condition := standing.condition(*link)) != previous:
-                self.change(*link, previous, condition)
-        if standing.hangs(rank) != was_hung:
-            self.hang(rank, not was_hung)
+            if (condition := standing.get_condition(*link)) != previous:
+                self.set_condition(*link, previous, condition)
+        if standing.is_hung(rank) != was_hung:
+            self.set_hung(rank, not was_hung)
 
 
 class FaultInjector:
@@ -181,47 +181,53 @@ class FaultInjector:
       environment: Environment of the replicas.
     """
 
-    def __init__(self, plan: FaultPlan, stage: Stage) -> None:
-        self._plan, self._stage = plan, stage
-        self._struck: set[Fault] = set()
-        self._waiting: dict[tuple[int, int], list[Fault]] = {}
+    def __init__(self, plan: FaultPlan, environment: FaultEnvironment) -> None:
+        self._plan, self._environment = plan, environment
+        self._injected: set[Fault] = set()
+        self._pending: dict[tuple[int, int], list[Fault]] = {}
         for fault in plan.faults:
             if fault.at_step is not None:
                 watched_rank = 0 if fault.kind == "join" else fault.rank
-                self._waiting.setdefault((watched_rank, fault.at_step), []).append(fault)
+                self._pending.setdefault((watched_rank, fault.at_step), []).append(fault)
             elif fault.at_s is not None:
-                stage.at(fault.at_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+                environment.call_at(fault.at_s, lambda fault=fault: self._inject(fault))  # type: ignore[misc]
 
     def __call__(self, event: Event) -> None:
         """Handles one event of one replica."""
         if event["event"] not in ("begin", "step"):
             return
         steps_done = int(str(event["step"])) + (event["event"] == "step")
-        for fault in self._waiting.pop((int(str(event["rank"])), steps_done), ()):
-            self._strike(fault)
+        for fault in self._pending.pop((int(str(event["rank"])), steps_done), ()):
+            self._inject(fault)
 
     @property
-    def missed(self) -> tuple[Fault, ...]:
+    def missed_faults(self) -> tuple[Fault, ...]:
         """Faults that have not been injected, or only after the end of the run."""
-        return tuple(fault for fault in self._plan.faults if fault not in self._struck)
+        return tuple(fault for fault in self._plan.faults if fault not in self._injected)
 
     def warn_of_missed(self) -> None:
         """Warns at the end of a run of the faults that were never injected."""
-        if not self.missed:
+        if not self.missed_faults:
             return
-        names = ", ".join(map(str, self.missed[:NAMED]))
-        suffix = f" and {len(self.missed) - NAMED} more" if len(self.missed) > NAMED else ""
+        names = ", ".join(map(str, self.missed_faults[:MAX_NAMED_FAULTS]))
+        suffix = (
+            f" and {len(self.missed_faults) - MAX_NAMED_FAULTS} more"
+            if len(self.missed_faults) > MAX_NAMED_FAULTS
+            else ""
+        )
         logging.getLogger("farflung").warning(
             "%s of %s faults never struck, for the run or their replica had ended: %s%s",
-            len(self.missed),
+            len(self.missed_faults),
             len(self._plan.faults),
             names,
             suffix,
         )
 
-    def _strike(self, fault: Fault) -> None:
-        if not self._stage.is_over():
-            self._struck.add(fault)
-        self._stage.strike(fault)
+    def _inject(self, fault: Fault) -> None:
+        if not self._environment.is_over():
+            self._injected.add(fault)
+        self._environment.inject(fault)
         if fault.for_s is not None:
-            self._stage.at(self._stage.now() + fault.for_s, lambda: self._stage.undo(fault))
+            self._environment.call_at(
+                self._environment.read_clock() + fault.for_s, lambda: self._environment.revert(fault)
+            )

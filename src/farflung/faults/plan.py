@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from farflung.errors import ConfigError, UnknownName, Unsupported
 from farflung.options import check_factor, require
-from farflung.tables import open_toml
+from farflung.tables import load_table
 
 __all__ = ["FAULTS", "Fault", "FaultPlan", "load_faults"]
 
@@ -29,13 +29,13 @@ FAULTS: dict[str, str] = {
     "restore": "what the others have done to the replica is undone; with a peer, to the connection of the two",
 }
 """Descriptions of the faults by kind."""
-PARAMETERS = {"slow": "factor", "throttle": "bandwidth_bps", "lose": "loss"}
+KIND_PARAMETERS = {"slow": "factor", "throttle": "bandwidth_bps", "lose": "loss"}
 """Parameter that a kind requires; no other kind has it."""
-MEMBERSHIP = ("join", "leave")
+MEMBERSHIP_KINDS = ("join", "leave")
 """Kinds that change the membership."""
-BETWEEN_TWO = ("cut", "reset", "throttle", "lose", "restore")
+LINK_KINDS = ("cut", "reset", "throttle", "lose", "restore")
 """Kinds that may have a peer."""
-PASSING = ("cut", "hang", "lose", "slow", "throttle")
+TEMPORARY_KINDS = ("cut", "hang", "lose", "slow", "throttle")
 """Kinds that may last for a time."""
 
 
@@ -87,7 +87,7 @@ class Fault:
             self.at_s,
             "a number of seconds, 0 or more; the first step begins at 0, and nothing goes wrong before",
         )
-        for kind, name in PARAMETERS.items():
+        for kind, name in KIND_PARAMETERS.items():
             value = getattr(self, name)
             if (value is None) == (self.kind == kind):
                 raise ConfigError(f"{name} = {value}: {kind} needs one, and nothing else has one")
@@ -106,10 +106,10 @@ class Fault:
             "a fraction of packets, at least 0 and below 1",
         )
         for name, kinds, capability in (
-            ("peer", BETWEEN_TWO, "have one"),
-            ("group", BETWEEN_TWO, "have one"),
-            ("one_way", BETWEEN_TWO, "have one"),
-            ("for_s", PASSING, "last for a time"),
+            ("peer", LINK_KINDS, "have one"),
+            ("group", LINK_KINDS, "have one"),
+            ("one_way", LINK_KINDS, "have one"),
+            ("for_s", TEMPORARY_KINDS, "last for a time"),
         ):
             if getattr(self, name) not in (None, (), False) and self.kind not in kinds:
                 raise ConfigError(f"{name} = {getattr(self, name)}: only {', '.join(kinds)} {capability}")
@@ -125,7 +125,7 @@ class Fault:
             "a number of seconds above 0; leave it out and it lasts",
         )
 
-    def ways(self, size: int) -> Iterator[tuple[int, int]]:
+    def iter_links(self, size: int) -> Iterator[tuple[int, int]]:
         """Yields the affected links among ``size`` replicas, as pairs of sender and receiver."""
         side = (self.rank, *self.group)
         for rank in side:
@@ -253,7 +253,7 @@ class FaultPlan:
         """Adds a fault: all faults of the replica are reverted, or of its connection to a peer."""
         return self._with(Fault("restore", rank, at_step, at_s, peer=peer))
 
-    def check(self, size: int, carried: Collection[str], world: str) -> None:
+    def check(self, size: int, supported_kinds: Collection[str], world: str) -> None:
         """Checks that a world of ``size`` replicas supports the plan.
 
         Args:
@@ -266,14 +266,14 @@ class FaultPlan:
           ConfigError: A rank does not exist.
         """
         for fault in self.faults:
-            if fault.kind not in carried:
-                raise Unsupported(f"{fault}: {world} carries {', '.join(sorted(carried))} alone")
+            if fault.kind not in supported_kinds:
+                raise Unsupported(f"{fault}: {world} carries {', '.join(sorted(supported_kinds))} alone")
             for rank in (fault.rank, fault.peer, *fault.group):
                 if rank is not None and rank >= size:
                     raise ConfigError(f"{fault}: there are ranks 0 to {size - 1} alone")
 
     @property
-    def absent(self) -> frozenset[int]:
+    def joining_ranks(self) -> frozenset[int]:
         """Ranks that are absent at the start, since their first fault is a join.
 
         >>> sorted(FaultPlan().join(2, at_s=1.0).leave(3, at_s=1.0).join(3, at_s=2.0).absent)
@@ -284,7 +284,7 @@ class FaultPlan:
         """
         moves: dict[int, list[Fault]] = {}
         for fault in self.faults:
-            if fault.kind in (*MEMBERSHIP, "crash"):
+            if fault.kind in (*MEMBERSHIP_KINDS, "crash"):
                 moves.setdefault(fault.rank, []).append(fault)
         absent = set[int]()
         for rank, rank_faults in moves.items():
@@ -308,6 +308,6 @@ def load_faults(path: Path) -> FaultPlan:
     Raises:
       ConfigError: The file is absent, no TOML, or has a wrong value; one line with file and key.
     """
-    top = open_toml(path)
-    faults = tuple(table.build(Fault) for table in top.tables("fault"))
-    return top.make(lambda: FaultPlan(faults))
+    top = load_table(path)
+    faults = tuple(table.build(Fault) for table in top.read_tables("fault"))
+    return top.build_with(lambda: FaultPlan(faults))

@@ -12,13 +12,19 @@ from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
 from farflung.errors import RunLost, Unsupported
-from farflung.extras import need
+from farflung.extras import require_modules
 from farflung.handle import Handle, attach
-from farflung.integrations.own_files import begin_run, gather_own, load_own, restore_own, save_own
+from farflung.integrations.rank_files import (
+    create_run_id,
+    gather_rank_state,
+    load_rank_state,
+    restore_rank_file,
+    save_rank_file,
+)
 from farflung.recipes import Recipe
 from farflung.wall import LaunchEnv
 
-need("farflung.integrations.lightning", "lightning", extra="lightning")
+require_modules("farflung.integrations.lightning", "lightning", extra="lightning")
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -49,13 +55,16 @@ class FarflungStrategy(DDPStrategy):
     """
 
     def __init__(
-        self, how: Recipe | str = "synchronous", attached: Mapping[str, Any] | None = None, **strategy: Any
+        self,
+        recipe: Recipe | str = "synchronous",
+        attach_options: Mapping[str, Any] | None = None,
+        **strategy: Any,
     ) -> None:
         super().__init__(**strategy)
-        self._how, self._attached = how, dict(attached or {})
+        self._recipe, self._attach_options = recipe, dict(attach_options or {})
         self._handle: Handle | None = None
-        self._run = ""
-        self._loaded_from: Path | None = None
+        self._run_id = ""
+        self._checkpoint_path: Path | None = None
 
     @override
     def configure_ddp(self) -> None:
@@ -77,10 +86,10 @@ class FarflungStrategy(DDPStrategy):
             )
         assert self.model is not None
         store = c10d._get_process_group_store(c10d._get_default_group()) if self.world_size > 1 else None
-        self._run = begin_run(self.root_device)
+        self._run_id = create_run_id(self.root_device)
         env = LaunchEnv(self.global_rank, self.world_size, self.local_rank, self.num_processes)
         self._handle = attach(
-            self.model, self.optimizers[0], self._how, launch_env=env, store=store, **self._attached
+            self.model, self.optimizers[0], self._recipe, launch_env=env, store=store, **self._attach_options
         )
 
     @contextmanager
@@ -105,20 +114,24 @@ class FarflungStrategy(DDPStrategy):
     ) -> None:
         """Saves Lightning's file on rank 0, and a file of each rank."""
         if self._handle is not None:
-            checkpoint[KEY] = f"{self._run}-{checkpoint['global_step']}"
+            checkpoint[KEY] = f"{self._run_id}-{checkpoint['global_step']}"
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self._handle is not None:
-            save_own(self._own(filepath), checkpoint[KEY], gather_own(self._handle, self.optimizers[0]))
+            save_rank_file(
+                self._get_rank_file(filepath),
+                checkpoint[KEY],
+                gather_rank_state(self._handle, self.optimizers[0]),
+            )
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         super().remove_checkpoint(filepath)
-        self._own(filepath).unlink(missing_ok=True)
+        self._get_rank_file(filepath).unlink(missing_ok=True)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
         """Loads Lightning's file; the rank's file is read once its optimizer has been restored."""
-        self._loaded_from = Path(checkpoint_path)
+        self._checkpoint_path = Path(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
         return loaded
 
@@ -131,13 +144,13 @@ class FarflungStrategy(DDPStrategy):
           CheckpointError: a rank's file is damaged, or missing while others exist.
         """
         super().load_optimizer_state_dict(checkpoint)
-        if self._handle is None or self._loaded_from is None:
+        if self._handle is None or self._checkpoint_path is None:
             return
-        path = self._own(self._loaded_from)
-        load = partial(load_own, self._handle, self.optimizers[0])
-        restore_own(path, checkpoint.get(KEY), load, self.root_device)
+        path = self._get_rank_file(self._checkpoint_path)
+        load = partial(load_rank_state, self._handle, self.optimizers[0])
+        restore_rank_file(path, checkpoint.get(KEY), load, self.root_device)
 
-    def _own(self, filepath: str | Path) -> Path:
+    def _get_rank_file(self, filepath: str | Path) -> Path:
         return Path(f"{filepath}.farflung-{self.global_rank}-of-{self.world_size}")
 
     # --- the end ------------------------------------------------------------------------------------------------

@@ -14,12 +14,18 @@ from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
 from farflung.errors import ConfigError, Unsupported
-from farflung.extras import need
+from farflung.extras import require_modules
 from farflung.handle import Handle, attach
-from farflung.integrations.own_files import begin_run, gather_own, load_own, restore_own, save_own
+from farflung.integrations.rank_files import (
+    create_run_id,
+    gather_rank_state,
+    load_rank_state,
+    restore_rank_file,
+    save_rank_file,
+)
 from farflung.recipes import Recipe
 
-need("farflung.integrations.transformers", "transformers", extra="transformers")
+require_modules("farflung.integrations.transformers", "transformers", extra="transformers")
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -50,15 +56,15 @@ class FarflungCallback(TrainerCallback):
       MissingExtra: on import, without the extra ``transformers``.
     """
 
-    def __init__(self, trainer: Trainer, how: Recipe | str = "synchronous", **options: Any) -> None:
-        self._trainer, self._how, self._options = trainer, how, options
-        self._resumed_from: str | bool | None = None
-        self._run = ""
+    def __init__(self, trainer: Trainer, recipe: Recipe | str = "synchronous", **options: Any) -> None:
+        self._trainer, self._recipe, self._options = trainer, recipe, options
+        self._resume_path: str | bool | None = None
+        self._run_id = ""
         self.handle: Handle | None = None
         """Handle of :func:`farflung.attach`, once training has begun."""
         # There are no events for these, nor a setting that leaves the model unwrapped.
         self._train, self._evaluate, self._save_model = trainer.train, trainer.evaluate, trainer.save_model
-        trainer.train = self._note_and_train  # type: ignore[method-assign]
+        trainer.train = self._record_and_train  # type: ignore[method-assign]
         trainer.evaluate = self._evaluate_averaged  # type: ignore[method-assign]
         trainer.save_model = self._save_averaged  # type: ignore[method-assign]
         accelerator = trainer.accelerator
@@ -72,12 +78,12 @@ class FarflungCallback(TrainerCallback):
     def _optimizer(self) -> torch.optim.Optimizer:
         return cast(torch.optim.Optimizer, self._trainer.optimizer)
 
-    def _note_and_train(
+    def _record_and_train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         if self not in self._trainer.callback_handler.callbacks:
             raise ConfigError("FarflungCallback: replicas would train apart: trainer.add_callback() it")
-        self._resumed_from = resume_from_checkpoint
+        self._resume_path = resume_from_checkpoint
         try:
             return self._train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
@@ -86,17 +92,17 @@ class FarflungCallback(TrainerCallback):
             raise
 
     def _evaluate_averaged(self, *args: Any, **kwargs: Any) -> Any:
-        with self._averaged():
+        with self._use_averaged_model():
             return self._evaluate(*args, **kwargs)
 
     def _save_averaged(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # A call of the user's own may be one rank's alone.
-        with self._averaged() if _internal_call else nullcontext():
+        with self._use_averaged_model() if _internal_call else nullcontext():
             self._save_model(output_dir, _internal_call)
 
-    def _averaged(self) -> Any:
+    def _use_averaged_model(self) -> Any:
         is_training = self.handle is not None and not self.handle.is_finished
-        return cast(Handle, self.handle).averaged() if is_training else nullcontext()
+        return cast(Handle, self.handle).use_averaged_model() if is_training else nullcontext()
 
     @override
     def on_train_begin(
@@ -121,18 +127,18 @@ class FarflungCallback(TrainerCallback):
         self.handle = attach(
             self._model,
             self._optimizer,
-            self._how,
+            self._recipe,
             store=c10d._get_process_group_store(c10d._get_default_group()),
             **self._options,
         )
         device = next(self._model.parameters()).device
         saved_state = cast("dict[str, Any]", state.stateful_callbacks)
         if state.global_step:
-            path, run_id = _own_file(self._loaded_folder(args)), saved_state.get(KEY, {}).get("run")
-            load = partial(load_own, self.handle, self._optimizer)
-            restore_own(path, _mark(state, run_id), load, device)
-        self._run = begin_run(device)
-        saved_state[KEY] = {"run": self._run}
+            path, run_id = _get_rank_file(self._find_checkpoint(args)), saved_state.get(KEY, {}).get("run")
+            load = partial(load_rank_state, self.handle, self._optimizer)
+            restore_rank_file(path, _build_mark(state, run_id), load, device)
+        self._run_id = create_run_id(device)
+        saved_state[KEY] = {"run": self._run_id}
 
     @override
     def on_save(
@@ -140,9 +146,11 @@ class FarflungCallback(TrainerCallback):
     ) -> None:
         del control, kwargs
         if self.handle is not None and not self.handle.is_finished:
-            path = _own_file(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
+            path = _get_rank_file(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_own(path, _mark(state, self._run), gather_own(self.handle, self._optimizer))
+            save_rank_file(
+                path, _build_mark(state, self._run_id), gather_rank_state(self.handle, self._optimizer)
+            )
 
     @override
     def on_train_end(
@@ -159,15 +167,15 @@ class FarflungCallback(TrainerCallback):
         for parameter, value in zip(parameters, values, strict=True):
             parameter.data.copy_(value)
 
-    def _loaded_folder(self, args: TrainingArguments) -> Path:
-        if isinstance(self._resumed_from, bool):
+    def _find_checkpoint(self, args: TrainingArguments) -> Path:
+        if isinstance(self._resume_path, bool):
             return Path(str(get_last_checkpoint(str(args.output_dir))))  # type: ignore[no-untyped-call]
-        return Path(str(self._resumed_from))
+        return Path(str(self._resume_path))
 
 
-def _own_file(checkpoint: Path) -> Path:
+def _get_rank_file(checkpoint: Path) -> Path:
     return checkpoint / f"farflung-{dist.get_rank()}-of-{dist.get_world_size()}.safetensors"
 
 
-def _mark(state: TrainerState, run: str | None) -> str:
+def _build_mark(state: TrainerState, run: str | None) -> str:
     return f"{run}-{state.global_step}"

@@ -1,9 +1,9 @@
 """The lab: real processes on this machine, joined by links as slow as a network profile specifies."""
 
-from farflung.lab.abilities import Ability, abilities, why_not
+from farflung.lab.abilities import Ability, check_abilities, explain_missing
 from farflung.lab.job import JobResult, run_job
 from farflung.lab.lab import Counters, Lab
-from farflung.lab.measure import TOLERANCE, Measured, as_measured
+from farflung.lab.measure import TOLERANCE, PairMeasurement, apply_measured_delays
 from farflung.lab.stage import check_plan
 
 __all__ = [
@@ -12,10 +12,10 @@ __all__ = [
     "Counters",
     "JobResult",
     "Lab",
-    "Measured",
-    "abilities",
-    "as_measured",
+    "PairMeasurement",
+    "apply_measured_delays",
+    "check_abilities",
     "check_plan",
+    "explain_missing",
     "run_job",
-    "why_not",
 ]

@@ -13,8 +13,8 @@ __all__ = [
     "CLONE_NEWNS",
     "CLONE_NEWPID",
     "enter_network",
-    "inside",
     "mount_own_proc",
+    "switch_network",
     "unshare",
 ]
 
@@ -43,7 +43,7 @@ def enter_network(namespace: int) -> None:
 
 
 @contextlib.contextmanager
-def inside(namespace: int) -> Iterator[None]:
+def switch_network(namespace: int) -> Iterator[None]:
     """Moves the calling thread to a network namespace inside the block; sockets created there stay there."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from farflung.lab._kernel import CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWPID, unshare
 from farflung.lab.children import Child
-from farflung.lab.tun import open_tun
+from farflung.lab.tun import create_tun
 
-__all__ = ["Ability", "abilities", "why_not"]
+__all__ = ["Ability", "check_abilities", "explain_missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class Ability:
       use: Purpose of the ability in a lab.
     """
 
-    what: str
+    name: str
     trouble: str
-    needed: bool
+    is_required: bool
     use: str
 
 
-def abilities() -> list[Ability]:
+def check_abilities() -> list[Ability]:
     """Tries everything that a lab uses, in child processes that leave nothing behind."""
     return [
         Ability(
@@ -42,35 +42,47 @@ def abilities() -> list[Ability]:
             "namespaces are Linux's",
         ),
         Ability("root", "" if os.geteuid() == 0 else "run it as root", True, "all of what follows"),
-        Ability("network namespaces", _tried(lambda: unshare(CLONE_NEWNET)), True, "a network for each node"),
-        Ability("TUN devices", _tried(_open_tun), True, "hand each node's packets to the delay line"),
+        Ability(
+            "network namespaces",
+            _try_in_child(lambda: unshare(CLONE_NEWNET)),
+            True,
+            "a network for each node",
+        ),
+        Ability(
+            "TUN devices", _try_in_child(_create_tun), True, "hand each node's packets to the delay line"
+        ),
         Ability(
             "process namespaces",
-            _tried(lambda: unshare(CLONE_NEWPID | CLONE_NEWNS)),
+            _try_in_child(lambda: unshare(CLONE_NEWPID | CLONE_NEWNS)),
             True,
             "end everything a worker has started",
         ),
-        Ability("real-time priority", _tried(_hurry), False, "packets leave on time while workers compute"),
-        Ability("congestion control", "", False, f"of the nodes' TCP: {_congestion_control()}"),
+        Ability(
+            "real-time priority",
+            _try_in_child(_set_realtime),
+            False,
+            "packets leave on time while workers compute",
+        ),
+        Ability("congestion control", "", False, f"of the nodes' TCP: {_describe_congestion()}"),
     ]
 
 
-def why_not() -> str | None:
+def explain_missing() -> str | None:
     """Explains in one line which ability this machine lacks for a lab; returns ``None`` if none."""
-    missing = [f"{x.what} ({x.trouble})" for x in abilities() if x.needed and x.trouble]
+    missing = [f"{x.name} ({x.trouble})" for x in check_abilities() if x.is_required and x.trouble]
     return f"no lab on this machine: {missing[0]}" if missing else None
 
 
-def _open_tun() -> None:
+def _create_tun() -> None:
     unshare(CLONE_NEWNET)
-    os.close(open_tun())
+    os.close(create_tun())
 
 
-def _hurry() -> None:
+def _set_realtime() -> None:
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
 
-def _congestion_control() -> str:
+def _describe_congestion() -> str:
     settings = Path("/proc/sys/net/ipv4")
     try:
         default, allowed = (
@@ -82,7 +94,7 @@ def _congestion_control() -> str:
     return f"{default}; to choose from: {allowed.replace(' ', ', ')}"
 
 
-def _tried(attempt: Callable[[], None]) -> str:
+def _try_in_child(attempt: Callable[[], None]) -> str:
     """Returns the error of an attempt in a child process; empty if it succeeded."""
     if sys.platform != "linux":
         return "needs Linux"

@@ -18,17 +18,17 @@ import tyro
 from farflung.cli.output import print_table
 from farflung.errors import ConfigError, LabError
 from farflung.faults import FaultPlan, load_faults
-from farflung.files import naming, write_json
-from farflung.lab import Lab, Measured, abilities, check_plan, run_job, why_not
-from farflung.network import network_profile
-from farflung.runs import EVENTS, listener
-from farflung.runs.joining import NETWORK
-from farflung.runs.stopping import on_stop
+from farflung.files import prefix_errors, write_json
+from farflung.lab import Lab, PairMeasurement, check_abilities, check_plan, explain_missing, run_job
+from farflung.network import find_network
+from farflung.runs import EVENTS_VARIABLE, listen_for_events
+from farflung.runs.joining import NETWORK_VARIABLE
+from farflung.runs.stopping import handle_stop_signals
 from farflung.types import Json
 
 __all__ = ["RunInLab"]
 
-INTERRUPTED = 130
+INTERRUPTED_CODE = 130
 
 
 @dataclass(frozen=True)
@@ -67,34 +67,40 @@ class RunInLab:
     def run(self) -> int:
         if self.nodes < 1:
             raise ConfigError(f"--nodes {self.nodes}: must be 1 or more")
-        profile = network_profile(self.network).for_nodes(self.nodes)
+        profile = find_network(self.network).with_nodes(self.nodes)
         if self.check:
             return self._check()
-        command = _found(self.command)
-        plan = self._plan()
-        if (reason := why_not()) is not None:
+        command = _check_command(self.command)
+        plan = self._load_plan()
+        if (reason := explain_missing()) is not None:
             raise LabError(f"{reason}; farflung lab --check says more")
         with ExitStack() as stack:
-            outputs = [stack.enter_context(_output(self.logs, node)) for node in range(self.nodes)]
-            stop = stack.enter_context(_bell())
+            outputs = [stack.enter_context(_create_output(self.logs, node)) for node in range(self.nodes)]
+            stop = stack.enter_context(_create_stop_pipe())
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-lab-")))
-            sock = stack.enter_context(listener(folder))
+            sock = stack.enter_context(listen_for_events(folder))
             lab = stack.enter_context(
                 Lab(profile, self.nodes, congestion_control=self.congestion_control, seed=self.seed)
             )
             measured, control = lab.check(any_delay=self.any_delay), lab.congestion_control
-            off = sum(not pair.fits for pair in measured)
-            self._say(
+            off = sum(not pair.is_accurate for pair in measured)
+            self._print_note(
                 f"{profile.name}, {self.nodes} nodes, congestion control {control}: {len(measured)} pairs measured, "
                 + (f"the delays of {off} as this machine makes them" if off else "all as they should be")
             )
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
-            environment.pop(EVENTS, None)
-            if self._trains:
-                environment[EVENTS] = sock.getsockname()
-            environment[NETWORK] = self.network
+            environment.pop(EVENTS_VARIABLE, None)
+            if self._is_training:
+                environment[EVENTS_VARIABLE] = sock.getsockname()
+            environment[NETWORK_VARIABLE] = self.network
             result = run_job(
-                lab, command, environment, outputs, plan=plan, told=sock if self._trains else None, bell=stop
+                lab,
+                command,
+                environment,
+                outputs,
+                plan=plan,
+                event_socket=sock if self._is_training else None,
+                stop_fd=stop,
             )
         if self.report is not None:
             self.report.parent.mkdir(parents=True, exist_ok=True)
@@ -105,26 +111,26 @@ class RunInLab:
             )
         for rank, code in enumerate(result.exit_codes):
             if code:
-                self._say(f"rank {rank} ended with exit code {code}")
-        return INTERRUPTED if result.stopped else max(result.exit_codes)
+                self._print_note(f"rank {rank} ended with exit code {code}")
+        return INTERRUPTED_CODE if result.stopped else max(result.exit_codes)
 
-    def _plan(self) -> FaultPlan:
+    def _load_plan(self) -> FaultPlan:
         """Loads the fault plan; prints the origin of its times."""
         if self.faults is None:
             return FaultPlan()
         plan = load_faults(self.faults)
-        with naming(str(self.faults)):
-            check_plan(plan, self.nodes, told=self._trains)
+        with prefix_errors(str(self.faults)):
+            check_plan(plan, self.nodes, has_events=self._is_training)
         if any(fault.at_s is not None for fault in plan.faults):
-            self._say(
+            self._print_note(
                 f"{self.faults}: at_s counts from the first step; nothing goes wrong while the workers start"
-                if self._trains
+                if self._is_training
                 else f"{self.faults}: at_s counts from the program's start: it tells of no steps, as train does"
             )
         return plan
 
     @property
-    def _trains(self) -> bool:
+    def _is_training(self) -> bool:
         """Returns True if the workers of the program report their events."""
         program, *arguments = self.command
         return arguments[:3] == ["-m", "farflung", "train"] or (
@@ -132,29 +138,27 @@ class RunInLab:
         )
 
     def _check(self) -> int:
-        rows = abilities()
+        rows = check_abilities()
         print_table(
             ["needs", "here", "for"],
-            ([ability.what, ability.trouble or "yes", ability.use] for ability in rows),
+            ([ability.name, ability.trouble or "yes", ability.use] for ability in rows),
         )
-        if (reason := why_not()) is not None:
+        if (reason := explain_missing()) is not None:
             raise LabError(reason)
-        with Lab(
-            network_profile(self.network), self.nodes, congestion_control=self.congestion_control
-        ) as lab:
+        with Lab(find_network(self.network), self.nodes, congestion_control=self.congestion_control) as lab:
             measured = lab.measure()
         print_table(
             ["from", "to", "ms", "of the profile", "Mbit/s", "of the profile", "lost", "of the profile", ""],
-            (_cells(pair) for pair in measured),
+            (_build_cells(pair) for pair in measured),
         )
-        return 0 if all(pair.fits for pair in measured) else 1
+        return 0 if all(pair.is_accurate for pair in measured) else 1
 
-    def _say(self, what: str) -> None:
+    def _print_note(self, text: str) -> None:
         if not self.quiet:
-            print(f"farflung lab: {what}", file=sys.stderr, flush=True)
+            print(f"farflung lab: {text}", file=sys.stderr, flush=True)
 
 
-def _found(command: Sequence[str]) -> Sequence[str]:
+def _check_command(command: Sequence[str]) -> Sequence[str]:
     if not command:
         raise ConfigError("lab: no command; farflung lab -- COMMAND, or farflung lab train ...")
     if shutil.which(command[0]) is None:
@@ -162,7 +166,7 @@ def _found(command: Sequence[str]) -> Sequence[str]:
     return command
 
 
-def _cells(pair: Measured) -> list[str]:
+def _build_cells(pair: PairMeasurement) -> list[str]:
     return [
         str(pair.src),
         str(pair.dst),
@@ -172,12 +176,12 @@ def _cells(pair: Measured) -> list[str]:
         f"{pair.expected_bandwidth_bps / 1e6:.2f}",
         f"{pair.loss:.2%}",
         f"{pair.expected_loss:.2%}",
-        "" if pair.fits else "off",
+        "" if pair.is_accurate else "off",
     ]
 
 
 @contextmanager
-def _output(folder: Path | None, node: int) -> Iterator[int | None]:
+def _create_output(folder: Path | None, node: int) -> Iterator[int | None]:
     if folder is None:
         yield None
         return
@@ -187,8 +191,8 @@ def _output(folder: Path | None, node: int) -> Iterator[int | None]:
 
 
 @contextmanager
-def _bell() -> Iterator[int]:
+def _create_stop_pipe() -> Iterator[int]:
     """Yields a descriptor from which each stop signal makes one byte readable."""
     reader, writer = socket.socketpair()
-    with reader, writer, on_stop(lambda: writer.send(b".")):
+    with reader, writer, handle_stop_signals(lambda: writer.send(b".")):
         yield reader.fileno()

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from farflung.faults import FaultPlan
 from farflung.lab.children import Child
 from farflung.lab.lab import Counters, Lab
-from farflung.lab.stage import LabStage
+from farflung.lab.stage import LabEnvironment
 
 __all__ = ["JobResult", "run_job"]
 
-STOP_S = 60.0
+STOP_TIMEOUT_S = 60.0
 """Time without events of any worker after which workers are killed, once a stop was requested."""
 
 
@@ -53,8 +53,8 @@ def run_job(
     outputs: Sequence[int | None] | None = None,
     *,
     plan: FaultPlan | None = None,
-    told: socket.socket | None = None,
-    bell: int | None = None,
+    event_socket: socket.socket | None = None,
+    stop_fd: int | None = None,
 ) -> JobResult:
     """Runs a command at every node until all have ended, and kills workers that a fault hangs for ever.
 
@@ -72,8 +72,8 @@ def run_job(
       Unsupported, ConfigError: The lab cannot carry out the plan.
       LabError: The delay line ended.
     """
-    faults = LabStage(lab, plan or FaultPlan(), told=told is not None)
-    baseline = [lab.counters(node) for node in range(lab.nodes)]
+    faults = LabEnvironment(lab, plan or FaultPlan(), has_events=event_socket is not None)
+    baseline = [lab.read_counters(node) for node in range(lab.nodes)]
     lab.begin()
     start = time.monotonic()
     for node in range(lab.nodes):
@@ -81,33 +81,36 @@ def run_job(
     stops, kill_at = 0, math.inf
     while running := [child for child in lab.workers if child is not None and child.exit_code is None]:
         lab.check_line()
-        faults.go_on()
-        if is_hung := faults.is_hung_for_good():
+        faults.run_due()
+        if is_hung := faults.is_permanently_hung():
             logging.getLogger("farflung").warning("only workers that hang for ever are left: they are killed")
         if is_hung or stops > 1 or time.monotonic() >= kill_at:
             for child in running:
                 child.kill()
             break
-        deadline = min(kill_at, faults.due())
-        sources: list[Child | socket.socket | int] = [*lab.watched()]
-        sources += [source for source in (bell, told) if source is not None]
+        deadline = min(kill_at, faults.get_next_time())
+        sources: list[Child | socket.socket | int] = [*lab.iter_watched()]
+        sources += [source for source in (stop_fd, event_socket) if source is not None]
         timeout_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
         ready, _, _ = select.select(sources, [], [], timeout_s)
         for child in running:
             child.wait(0.0)
-        if told is not None and told in ready:
-            faults.hear(json.loads(told.recv(1 << 20)))
-            kill_at = time.monotonic() + STOP_S if stops else math.inf
-        if bell is not None and bell in ready:
-            os.read(bell, 1)
+        if event_socket is not None and event_socket in ready:
+            faults.handle_event(json.loads(event_socket.recv(1 << 20)))
+            kill_at = time.monotonic() + STOP_TIMEOUT_S if stops else math.inf
+        if stop_fd is not None and stop_fd in ready:
+            os.read(stop_fd, 1)
             stops += 1
-            kill_at = time.monotonic() + STOP_S
+            kill_at = time.monotonic() + STOP_TIMEOUT_S
             for node in range(lab.nodes):
-                lab.signal(node, signal.SIGINT)
+                lab.send_signal(node, signal.SIGINT)
     faults.injector.warn_of_missed()
     exit_codes = [None if child is None else child.exit_code for child in lab.workers]
     codes = [128 + signal.SIGKILL if code is None or code < 0 else code for code in exit_codes]
-    counters = tuple(lab.counters(node) - baseline[node] for node in range(lab.nodes))
+    counters = tuple(lab.read_counters(node) - baseline[node] for node in range(lab.nodes))
     seconds = time.monotonic() - start
-    steps_s = tuple(faults.began[node] - start if node in faults.began else None for node in range(lab.nodes))
-    return JobResult(tuple(codes), counters, lab.lost(), seconds, stops > 0, steps_s)
+    steps_s = tuple(
+        faults.first_steps_s[node] - start if node in faults.first_steps_s else None
+        for node in range(lab.nodes)
+    )
+    return JobResult(tuple(codes), counters, lab.count_lost(), seconds, stops > 0, steps_s)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -17,17 +16,17 @@ from pathlib import Path
 from typing import Self
 
 from farflung.errors import LabError
-from farflung.extras import need
-from farflung.faults import Condition
-from farflung.lab._kernel import inside
+from farflung.extras import require_modules
+from farflung.faults import LinkCondition
+from farflung.lab._kernel import switch_network
 from farflung.lab.children import Child
 from farflung.lab.line import run_line
-from farflung.lab.measure import Measured, Pair, expected, measure_latencies, measure_trains
+from farflung.lab.measure import Pair, PairMeasurement, compute_expected, measure_latencies, measure_trains
 from farflung.lab.queues import Queues
-from farflung.lab.tun import INTERFACE, address_of, chosen_congestion_control
-from farflung.lab.worker import members, start_worker
-from farflung.network import NetworkProfile, Trace, Wiring
-from farflung.network.link import mean_capacity
+from farflung.lab.tun import INTERFACE, build_address, read_congestion_control
+from farflung.lab.worker import list_processes, start_worker
+from farflung.network import BandwidthTrace, NetworkProfile, Wiring
+from farflung.network.link import compute_mean_capacity
 from farflung.types import Json
 
 __all__ = ["Counters", "Lab"]
@@ -36,11 +35,11 @@ PORT = 29500
 """Port of rank 0's store, at its own node."""
 PACKET_S = 500e-6
 """Maximum time of the largest packet on the fastest link: packets share links in pieces of this size."""
-SMALLEST, LARGEST = 1500, 65536
-ATTEMPTS = 3
+MIN_PACKET_NBYTES, MAX_PACKET_NBYTES = 1500, 65536
+MAX_ATTEMPTS = 3
 """Number of measurements of the pairs before a lab is refused."""
 LINE_ENDED = "the delay line ended: the nodes no longer reach each other"
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 """Time limit of the line to create the nodes, and to reply."""
 
 
@@ -60,9 +59,9 @@ class Counters:
     received_nbytes: int
     received_packets: int
 
-    def __sub__(self, other: Counters) -> Counters:
+    def __sub__(self, baseline: Counters) -> Counters:
         """Returns what was counted since ``baseline``."""
-        pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
+        pairs = zip(asdict(self).values(), asdict(baseline).values(), strict=True)
         return Counters(*(count - baseline_count for count, baseline_count in pairs))
 
 
@@ -95,13 +94,13 @@ class Lab:
         congestion_control: str | None = None,
         seed: int = 0,
     ) -> None:
-        need("the lab", "pyroute2", extra="lab")
-        self.profile = profile.for_nodes(nodes)
+        require_modules("the lab", "pyroute2", extra="lab")
+        self.profile = profile.with_nodes(nodes)
         self.nodes = nodes
         self.workers: list[Child | None] = [None] * nodes
         """Process at each node."""
         self._queues = Queues(self.profile, seed, fair=fair)
-        self._largest_packet = _largest_packet(self.profile)
+        self._max_packet_nbytes = _compute_max_packet(self.profile)
         self.congestion_control = congestion_control or self.profile.congestion or ""
         """Congestion control of the nodes' TCP, once the nodes exist."""
         self._namespaces: list[int] = []
@@ -110,9 +109,9 @@ class Lab:
 
     def __enter__(self) -> Self:
         lab_end, line_end = socket.socketpair()
-        lab_end.settimeout(PATIENCE_S)
+        lab_end.settimeout(TIMEOUT_S)
         self._control = lab_end
-        parent, max_nbytes = os.getpid(), self._largest_packet
+        parent, max_nbytes = os.getpid(), self._max_packet_nbytes
 
         def run() -> None:
             run_line(line_end, parent, self._queues, max_nbytes, self.congestion_control or None)
@@ -120,14 +119,14 @@ class Lab:
         self._line = Child(run, keep=[line_end.fileno()])
         line_end.close()
         try:
-            reply = self._answer()
+            reply = self._receive_reply()
             if "error" in reply:
                 raise LabError(f"the lab's nodes cannot be made: {reply['error']}")
             for _ in range(self.nodes):
                 _, (namespace,), _, _ = socket.recv_fds(lab_end, 1, 1)
                 self._namespaces.append(namespace)
-            with inside(self._namespaces[0]):
-                self.congestion_control = chosen_congestion_control()
+            with switch_network(self._namespaces[0]):
+                self.congestion_control = read_congestion_control()
         except BaseException:
             self.close()
             raise
@@ -150,37 +149,37 @@ class Lab:
 
     # --- links ------------------------------------------------------------------------------------------------------
 
-    def measure(self) -> list[Measured]:
+    def measure(self) -> list[PairMeasurement]:
         """Measures every pair, after correcting the delays for this machine's packet handling."""
-        expectations = expected(self.profile)
+        expectations = compute_expected(self.profile)
         excess_s = [t - expectations[pair][0] for pair, t in measure_latencies(self._namespaces).items()]
         early_s = statistics.median(excess_s) if excess_s else 0.0
         if math.isfinite(early_s):
-            self._tell({"do": "early", "seconds": max(0.0, early_s)})
-        return self._measured(expectations)
+            self._send_order({"do": "early", "seconds": max(0.0, early_s)})
+        return self._measure_pairs(expectations)
 
-    def _measured(self, wanted: Mapping[Pair, tuple[float, float]]) -> list[Measured]:
-        if not wanted:
+    def _measure_pairs(self, expectations: Mapping[Pair, tuple[float, float]]) -> list[PairMeasurement]:
+        if not expectations:
             return []
-        self._tell({"do": "lose", "now": True})
+        self._send_order({"do": "lose", "now": True})
         trains = measure_trains(
             self._namespaces,
             self.profile,
-            {pair: speed for pair, (_, speed) in wanted.items()},
-            self._largest_packet,
-            self.lost,
+            {pair: speed for pair, (_, speed) in expectations.items()},
+            self._max_packet_nbytes,
+            self.count_lost,
         )
-        self._tell({"do": "lose", "now": False})
+        self._send_order({"do": "lose", "now": False})
         latencies = measure_latencies(self._namespaces)
         return [
-            Measured(
+            PairMeasurement(
                 *pair, latencies[pair], latency, trains[pair].bandwidth_bps, speed,
-                trains[pair].loss, self.profile.link(*pair).loss, trains[pair].packets,
+                trains[pair].loss, self.profile.get_link(*pair).loss, trains[pair].packets,
             )
-            for pair, (latency, speed) in wanted.items()
+            for pair, (latency, speed) in expectations.items()
         ]  # fmt: skip
 
-    def check(self, *, any_delay: bool = False) -> list[Measured]:
+    def check(self, *, any_delay: bool = False) -> list[PairMeasurement]:
         """Measures every pair, and repeats measurements that other load on this machine may have disturbed.
 
         Args:
@@ -190,15 +189,17 @@ class Lab:
         Raises:
           LabError: A pair deviates by more than :data:`farflung.lab.TOLERANCE` in every measurement.
         """
-        expectations = expected(self.profile)
+        expectations = compute_expected(self.profile)
 
-        def find_misfits(results: Mapping[Pair, Measured]) -> list[Measured]:
-            return [pair for pair in results.values() if not (pair.usable if any_delay else pair.fits)]
+        def find_misfits(results: Mapping[Pair, PairMeasurement]) -> list[PairMeasurement]:
+            return [
+                pair for pair in results.values() if not (pair.is_usable if any_delay else pair.is_accurate)
+            ]
 
-        for _ in range(ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             results = {(pair.src, pair.dst): pair for pair in self.measure()}
-            for _ in range(ATTEMPTS - 1):
-                for retry in self._measured(
+            for _ in range(MAX_ATTEMPTS - 1):
+                for retry in self._measure_pairs(
                     {(m.src, m.dst): expectations[m.src, m.dst] for m in find_misfits(results)}
                 ):
                     key = retry.src, retry.dst
@@ -216,11 +217,11 @@ class Lab:
 
     def begin(self) -> None:
         """Starts jitter, loss and traces."""
-        self._tell({"do": "begin"})
+        self._send_order({"do": "begin"})
 
-    def change(self, src: int, dst: int, condition: Condition) -> None:
+    def set_condition(self, src: int, dst: int, condition: LinkCondition) -> None:
         """Sets the condition of the link from one node to another."""
-        self._tell({"do": "change", "src": src, "dst": dst, "condition": asdict(condition)})
+        self._send_order({"do": "change", "src": src, "dst": dst, "condition": asdict(condition)})
 
     def reset(self, src: int, dst: int) -> None:
         """Closes a node's TCP connections to another at its end, by ``ss -K``.
@@ -228,15 +229,15 @@ class Lab:
         Raises:
           LabError: This machine lacks ``ss`` of iproute2.
         """
-        with inside(self._namespaces[src]):
+        with switch_network(self._namespaces[src]):
             try:
-                subprocess.run(["ss", "-K", "dst", address_of(dst)], capture_output=True, check=False)
+                subprocess.run(["ss", "-K", "dst", build_address(dst)], capture_output=True, check=False)
             except OSError as error:
                 raise LabError(f"connections cannot be reset: ss of iproute2 is missing ({error})") from None
 
-    def counters(self, node: int) -> Counters:
+    def read_counters(self, node: int) -> Counters:
         """Reads the kernel's counters of a node's interface."""
-        with inside(self._namespaces[node]):
+        with switch_network(self._namespaces[node]):
             lines = Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()
         rows = [line for line in lines if line.strip().startswith(f"{INTERFACE}:")]
         if not rows:  # the device ends with the line
@@ -244,9 +245,9 @@ class Lab:
         numbers = [int(number) for number in rows[0].partition(":")[2].split()]
         return Counters(numbers[8], numbers[9], numbers[0], numbers[1])
 
-    def lost(self) -> int:
+    def count_lost(self) -> int:
         """Returns the number of packets that the line has lost so far."""
-        return int(str(self._tell({"do": "count"})["lost"]))
+        return int(str(self._send_order({"do": "count"})["lost"]))
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -254,12 +255,12 @@ class Lab:
         self, node: int, command: Sequence[str], environment: Mapping[str, str], output: int | None = None
     ) -> Child:
         """Starts a command at a node, with variables of :meth:`build_environment`; see :func:`start_worker`."""
-        variables = {**environment, **self.variables(node)}
+        variables = {**environment, **self.build_environment(node)}
         worker = start_worker(self._namespaces[node], command, variables, output)
         self.workers[node] = worker
         return worker
 
-    def variables(self, node: int) -> dict[str, str]:
+    def build_environment(self, node: int) -> dict[str, str]:
         """Builds the variables that torchrun would set, and those that select the interface."""
         node_values = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"), str(node))
         shared = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(self.nodes))
@@ -273,14 +274,14 @@ class Lab:
             **node_values,
             **shared,
             **dict.fromkeys(interfaces, INTERFACE),
-            "MASTER_ADDR": address_of(0),
+            "MASTER_ADDR": build_address(0),
             "MASTER_PORT": str(PORT),
             "TORCHELASTIC_RUN_ID": f"lab-{os.getpid()}",
         }
 
-    def signal(self, node: int, number: signal.Signals) -> None:
+    def send_signal(self, node: int, number: signal.Signals) -> None:
         """Sends a signal to every process at a node."""
-        for pid in members(self._namespaces[node]):
+        for pid in list_processes(self._namespaces[node]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -290,7 +291,7 @@ class Lab:
         if worker is not None:
             worker.kill()
 
-    def watched(self) -> Iterator[Child]:
+    def iter_watched(self) -> Iterator[Child]:
         """Yields the processes that may end by themselves: the line, and the running workers."""
         assert self._line is not None
         yield self._line
@@ -307,18 +308,18 @@ class Lab:
 
     # --- the line ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, order: Mapping[str, Json]) -> Mapping[str, Json]:
+    def _send_order(self, order: Mapping[str, Json]) -> Mapping[str, Json]:
         assert self._control is not None
         try:
             self._control.sendall(json.dumps(order).encode() + b"\n")
-            reply = self._answer()
+            reply = self._receive_reply()
         except OSError as error:
             raise LabError(f"{LINE_ENDED} ({error})") from None
         if "error" in reply:
             raise LabError(str(reply["error"]))
         return reply
 
-    def _answer(self) -> Mapping[str, Json]:
+    def _receive_reply(self) -> Mapping[str, Json]:
         assert self._control is not None
         data = b""
         while not data.endswith(b"\n"):  # byte by byte, to leave the descriptors that follow
@@ -330,18 +331,24 @@ class Lab:
         return reply
 
 
-def _largest_packet(profile: NetworkProfile) -> int:
+def _compute_max_packet(profile: NetworkProfile) -> int:
     """Returns the maximum bytes of a packet, so that no packet blocks the fastest link for long."""
     wiring, nodes = Wiring(profile), range(profile.node_count)
-    if any(link.loss for link in profile.all_links()):
-        return SMALLEST  # a loss must be one segment
+    if any(link.loss for link in profile.iterate_links()):
+        return MIN_PACKET_NBYTES  # a loss must be one segment
     for src in nodes:
         for dst in nodes:
             if src != dst:
-                wiring.path(src, dst)
+                wiring.get_path(src, dst)
     finite = [
-        max(capacity.bandwidth_bps) if isinstance(capacity, Trace) else mean_capacity(capacity)
+        max(capacity.bandwidth_bps)
+        if isinstance(capacity, BandwidthTrace)
+        else compute_mean_capacity(capacity)
         for capacity in wiring.capacities
     ]
     fastest = max(finite, default=math.inf)
-    return LARGEST if math.isinf(fastest) else round(min(max(fastest * PACKET_S / 8, SMALLEST), LARGEST))
+    return (
+        MAX_PACKET_NBYTES
+        if math.isinf(fastest)
+        else round(min(max(fastest * PACKET_S / 8, MIN_PACKET_NBYTES), MAX_PACKET_NBYTES))
+    )

@@ -14,17 +14,17 @@ import socket
 import time
 from collections.abc import Mapping
 
-from farflung._linux import die_with_parent
-from farflung.faults import Condition
+from farflung._linux import exit_with_parent
+from farflung.faults import LinkCondition
 from farflung.lab._kernel import CLONE_NEWNET, enter_network, unshare
 from farflung.lab.queues import Queues
 from farflung.lab.tun import (
-    LARGEST_PACKET,
+    MAX_PACKET_NBYTES,
+    compute_wire_nbytes,
     configure,
-    node_of,
-    open_tun,
-    take_large_packets,
-    wire_nbytes,
+    create_tun,
+    parse_node,
+    set_large_packets,
 )
 from farflung.types import Json
 
@@ -40,7 +40,11 @@ _PR_SET_TIMERSLACK = 29
 
 
 def run_line(
-    control: socket.socket, parent: int, queues: Queues, largest_nbytes: int, congestion_control: str | None
+    control: socket.socket,
+    parent: int,
+    queues: Queues,
+    max_packet_nbytes: int,
+    congestion_control: str | None,
 ) -> None:
     """Creates the nodes, hands their namespaces over, and carries packets until ``control`` is closed.
 
@@ -53,11 +57,11 @@ def run_line(
       max_packet_nbytes: Maximum bytes of a packet.
       congestion_control: Congestion control of the nodes' TCP; ``None`` for this machine's.
     """
-    die_with_parent(parent)
+    exit_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent decides about the end
     try:
-        namespaces, devices = _make_nodes(queues.nodes, largest_nbytes, congestion_control)
+        namespaces, devices = _create_nodes(queues.nodes, max_packet_nbytes, congestion_control)
     except OSError as error:
         control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
         return
@@ -65,12 +69,12 @@ def run_line(
     for namespace in namespaces:
         socket.send_fds(control, [b"n"], [namespace])
         os.close(namespace)
-    _hurry()
+    _set_realtime()
     _Line(control, devices, queues).run()
 
 
-def _make_nodes(
-    count: int, largest_nbytes: int, congestion_control: str | None
+def _create_nodes(
+    count: int, max_packet_nbytes: int, congestion_control: str | None
 ) -> tuple[list[int], list[int]]:
     """Creates a namespace for each node with a device in it; returns the process to its own namespace."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -78,14 +82,14 @@ def _make_nodes(
     for node in range(count):
         unshare(CLONE_NEWNET)
         namespaces.append(os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
-        devices.append(open_tun())
-        configure(node, largest_nbytes, congestion_control)
+        devices.append(create_tun())
+        configure(node, max_packet_nbytes, congestion_control)
     enter_network(home)
     os.close(home)
     return namespaces, devices
 
 
-def _hurry() -> None:
+def _set_realtime() -> None:
     gc.freeze()
     gc.disable()  # nothing here creates cycles
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
@@ -100,70 +104,70 @@ def _hurry() -> None:
 class _Line:
     def __init__(self, control: socket.socket, devices: list[int], queues: Queues) -> None:
         self._control, self._devices, self._queues = control, devices, queues
-        self._heard = b""
+        self._pending = b""
         self._epoll = select.epoll()
-        self._node = {device: node for node, device in enumerate(devices)}
+        self._nodes = {device: node for node, device in enumerate(devices)}
         self._epoll.register(control.fileno(), select.EPOLLIN)
         for device in devices:
             self._epoll.register(device, select.EPOLLIN)
 
     def run(self) -> None:
         """Carries packets until no process is left that could send orders."""
-        clock, queues, epoll, nodes = time.monotonic, self._queues, self._epoll, self._node
+        clock, queues, epoll, nodes = time.monotonic, self._queues, self._epoll, self._nodes
         watched = [epoll.fileno()]
         while True:
-            for dst, packet in queues.leave(clock()):
+            for dst, packet in queues.pop_arrived(clock()):
                 self._write(dst, packet)
-            remaining_s = queues.due() - clock()
+            remaining_s = queues.get_next_time() - clock()
             if remaining_s > SPIN_S:  # epoll's own timeout counts milliseconds
                 select.select(watched, [], [], None if math.isinf(remaining_s) else remaining_s)
             for fd, _ in epoll.poll(0):
                 if fd in nodes:
                     self._read(fd, nodes[fd])
-                elif not self._hear():
+                elif not self._did_receive_orders():
                     return
 
     def _read(self, device: int, src: int) -> None:
-        enqueue, time_s, nodes = self._queues.arrive, time.monotonic(), len(self._devices)
+        enqueue, time_s, nodes = self._queues.enqueue, time.monotonic(), len(self._devices)
         for _ in range(BATCH):
             try:
-                packet = os.read(device, LARGEST_PACKET)
+                packet = os.read(device, MAX_PACKET_NBYTES)
             except BlockingIOError:
                 return
-            dst = node_of(packet)
+            dst = parse_node(packet)
             if 0 <= dst < nodes and dst != src:
-                enqueue(time_s, src, dst, wire_nbytes(packet), packet)
+                enqueue(time_s, src, dst, compute_wire_nbytes(packet), packet)
 
     def _write(self, dst: int, packet: bytes) -> None:
         try:
             os.write(self._devices[dst], packet)
         except OSError:  # the device is down or the packet is invalid
-            self._queues.lost += 1
+            self._queues.num_lost += 1
 
-    def _hear(self) -> bool:
+    def _did_receive_orders(self) -> bool:
         data = self._control.recv(1 << 16)
-        *lines, self._heard = (self._heard + data).split(b"\n")
+        *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
-            reply = self._obey(json.loads(line))
+            reply = self._handle_order(json.loads(line))
             self._control.sendall(json.dumps(reply).encode() + b"\n")
         return bool(data)
 
-    def _obey(self, order: Mapping[str, Json]) -> Json:
+    def _handle_order(self, order: Mapping[str, Json]) -> Json:
         queues = self._queues
         match order:
             case {"do": "early", "seconds": float(seconds)}:
-                queues.early_s = seconds
+                queues.handover_s = seconds
             case {"do": "lose", "now": bool(is_lossy)}:
-                queues.loses = is_lossy
+                queues.is_lossy = is_lossy
             case {"do": "begin"}:
                 queues.begin_s = time.monotonic()
             case {"do": "change", "src": int(src), "dst": int(dst), "condition": dict(condition)}:
-                queues.change(src, dst, Condition(**condition))  # type: ignore[arg-type]
+                queues.set_condition(src, dst, LinkCondition(**condition))  # type: ignore[arg-type]
                 if condition["loss"]:
                     for device in self._devices:  # a loss must be one segment
-                        take_large_packets(device, False)
+                        set_large_packets(device, False)
             case {"do": "count"}:
                 pass
             case _:
                 return {"error": f"unknown order {order}"}
-        return {"lost": queues.lost}
+        return {"lost": queues.num_lost}

@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from farflung.lab._kernel import inside
+from farflung.lab._kernel import switch_network
 from farflung.lab.queues import WIRE_OVER_PAYLOAD
-from farflung.lab.tun import address_of
-from farflung.network import Link, NetworkProfile, Path, Wiring
-from farflung.network.link import capacity_at
+from farflung.lab.tun import build_address
+from farflung.network import Link, NetworkPath, NetworkProfile, Wiring
+from farflung.network.link import get_capacity
 
 __all__ = [
     "TOLERANCE",
-    "Measured",
+    "PacketTrain",
     "Pair",
-    "Train",
-    "as_measured",
-    "expected",
+    "PairMeasurement",
+    "apply_measured_delays",
+    "compute_expected",
     "measure_latencies",
     "measure_trains",
 ]
@@ -33,35 +33,35 @@ TOLERANCE = 0.1
 """Allowed relative deviation of a pair from its profile."""
 LATENCY_GRAIN_S = 100e-6
 """Accuracy of delays, which the kernel's own scheduling limits."""
-PINGS = 7
+NUM_PINGS = 7
 PING_GAP_S = 0.004
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 """Time limit of a measurement beyond its expected duration."""
 TRAIN_S = 0.25
 """Duration of a train of packets, within the bounds below."""
 LOSSY_TRAIN_S = 1.0
 """Duration of a train on a link with loss, which needs more packets."""
-CHANCE = 4.0
+MAX_SIGMAS = 4.0
 """Allowed deviation of the number of lost packets, in standard deviations."""
-QUIET_S = 0.05
+IDLE_S = 0.05
 """Time without a packet after which missing ones may have been lost."""
-LEAST_NBYTES, MOST_NBYTES = 75_000, 6_000_000
+MIN_TRAIN_NBYTES, MAX_TRAIN_NBYTES = 75_000, 6_000_000
 _PORT = 7
 _PING = struct.Struct("!HHd")
 _NUMBER = struct.Struct("!I")
 _PING_WIRE_NBYTES = 28 + _PING.size
-_WIRE, _DATAGRAM = 1500, 1472
-_SAME_S = 2e-6
+_WIRE_NBYTES, _DATAGRAM_NBYTES = 1500, 1472
+_SAME_PACKET_S = 2e-6
 """Maximum difference of arrival times of datagrams from one packet."""
 _SO_RCVBUFFORCE, _SO_SNDBUFFORCE, _SO_TIMESTAMPNS, _UDP_SEGMENT = 33, 32, 35, 103
-_ROOM_NBYTES = 1 << 24
+_BUFFER_NBYTES = 1 << 24
 
 Pair = tuple[int, int]
 """Sending and receiving node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class PairMeasurement:
     """Measurement of one ordered pair of nodes.
 
     Args:
@@ -88,57 +88,57 @@ class Measured:
     packets: int = 0
 
     @property
-    def latency_off(self) -> float:
+    def latency_error(self) -> float:
         """Relative deviation of the latency from the profile's; 0 within the grain."""
         error = abs(self.latency_s - self.expected_latency_s)
         return 0.0 if error <= LATENCY_GRAIN_S else error / max(self.expected_latency_s, LATENCY_GRAIN_S)
 
     @property
-    def bandwidth_off(self) -> float:
+    def bandwidth_error(self) -> float:
         """Relative deviation of the bandwidth from the profile's."""
         if math.isinf(self.expected_bandwidth_bps):
             return 0.0
         return abs(self.bandwidth_bps / self.expected_bandwidth_bps - 1.0)
 
     @property
-    def loss_off(self) -> float:
+    def loss_error(self) -> float:
         """Deviation of the loss from the profile's, as a fraction of all packets; 0 if chance explains it."""
         if not self.packets:
             return 0.0
         share = max(self.expected_loss, 1 / self.packets)
-        chance_error = CHANCE * math.sqrt(share * (1 - self.expected_loss) / self.packets)
+        chance_error = MAX_SIGMAS * math.sqrt(share * (1 - self.expected_loss) / self.packets)
         error = abs(self.loss - self.expected_loss)
         return 0.0 if error <= chance_error else error
 
     @property
-    def off(self) -> float:
+    def max_error(self) -> float:
         """Largest of the three deviations."""
-        return max(self.latency_off, self.bandwidth_off, self.loss_off)
+        return max(self.latency_error, self.bandwidth_error, self.loss_error)
 
     @property
-    def fits(self) -> bool:
+    def is_accurate(self) -> bool:
         """Returns True if delay and speed are within :data:`TOLERANCE`, and chance explains the loss."""
-        return max(self.latency_off, self.bandwidth_off) <= TOLERANCE and not self.loss_off
+        return max(self.latency_error, self.bandwidth_error) <= TOLERANCE and not self.loss_error
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Returns True if all but the delay is accurate, and packets arrive."""
-        return self.bandwidth_off <= TOLERANCE and not self.loss_off and math.isfinite(self.latency_s)
+        return self.bandwidth_error <= TOLERANCE and not self.loss_error and math.isfinite(self.latency_s)
 
 
-def expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
+def compute_expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
     """Computes the delay of a small packet and the bits per second of every ordered pair, without loss."""
-    wiring, nodes = Wiring(profile, loses=False), range(profile.node_count)
+    wiring, nodes = Wiring(profile, apply_loss=False), range(profile.node_count)
 
-    def compute(path: Path) -> tuple[float, float]:
-        speeds = [capacity_at(wiring.capacities[use.resource], 0.0) / use.times for use in path.uses]
+    def compute(path: NetworkPath) -> tuple[float, float]:
+        speeds = [get_capacity(wiring.capacities[use.resource], 0.0) / use.times for use in path.uses]
         bits = 8 * _PING_WIRE_NBYTES / WIRE_OVER_PAYLOAD
         return path.latency_s + sum(bits / speed for speed in speeds), min(speeds, default=math.inf)
 
-    return {(src, dst): compute(wiring.path(src, dst)) for src in nodes for dst in nodes if src != dst}
+    return {(src, dst): compute(wiring.get_path(src, dst)) for src in nodes for dst in nodes if src != dst}
 
 
-def as_measured(profile: NetworkProfile, pairs: Sequence[Measured]) -> NetworkProfile:
+def apply_measured_delays(profile: NetworkProfile, pairs: Sequence[PairMeasurement]) -> NetworkProfile:
     """Returns a profile with the delays of this machine, to simulate the network that a lab ran on.
 
     If a pair's delay deviates, the link between its sites gets the median delay of their pairs. Speeds stay.
@@ -147,19 +147,21 @@ def as_measured(profile: NetworkProfile, pairs: Sequence[Measured]) -> NetworkPr
       profile: Profile with its number of nodes.
       pairs: Measurements of all pairs in a lab.
     """
-    groups: dict[tuple[int, int], list[Measured]] = {}
+    groups: dict[tuple[int, int], list[PairMeasurement]] = {}
     for pair in pairs:
-        groups.setdefault((profile.site_index(pair.src), profile.site_index(pair.dst)), []).append(pair)
+        groups.setdefault((profile.get_site_index(pair.src), profile.get_site_index(pair.dst)), []).append(
+            pair
+        )
     excess_s = {
         ends: statistics.median(pair.latency_s - pair.expected_latency_s for pair in group)
         for ends, group in groups.items()
-        if any(pair.latency_off > TOLERANCE for pair in group)
+        if any(pair.latency_error > TOLERANCE for pair in group)
     }
     if not excess_s:
         return profile
 
     def adjust_link(src: int, dst: int) -> Link:
-        base = profile.connection(src, dst).link
+        base = profile.get_site_link(src, dst).link
         latency_s = max(0.0, base.latency_s + excess_s.get((src, dst), 0.0))
         return replace(base, latency_s=latency_s, jitter_s=min(base.jitter_s, latency_s))
 
@@ -170,8 +172,8 @@ def as_measured(profile: NetworkProfile, pairs: Sequence[Measured]) -> NetworkPr
             site if site.nodes == 1 else replace(site, inside=adjust_link(index, index))
             for index, site in enumerate(sites)
         ),
-        connections=tuple(
-            replace(profile.connection(src, dst), link=adjust_link(src, dst))
+        site_links=tuple(
+            replace(profile.get_site_link(src, dst), link=adjust_link(src, dst))
             for src in ends
             for dst in ends
             if src != dst
@@ -184,7 +186,7 @@ def measure_latencies(namespaces: Sequence[int]) -> dict[Pair, float]:
     """Returns the median one-way delay of every ordered pair, in seconds."""
     nodes = len(namespaces)
     delays: dict[Pair, list[float]] = {(a, b): [] for a in range(nodes) for b in range(nodes) if a != b}
-    missing = PINGS * len(delays)
+    missing = NUM_PINGS * len(delays)
 
     def receive_pings(deadline: float) -> None:
         nonlocal missing
@@ -195,36 +197,36 @@ def measure_latencies(namespaces: Sequence[int]) -> dict[Pair, float]:
             if not missing:
                 return
 
-    with _listening(namespaces) as sockets:
-        for _ in range(PINGS):
+    with _create_sockets(namespaces) as sockets:
+        for _ in range(NUM_PINGS):
             for offset in range(1, nodes):
                 for src, sock in enumerate(sockets):
                     dst = (src + offset) % nodes
-                    sock.sendto(_PING.pack(src, dst, time.time()), (address_of(dst), _PORT))
+                    sock.sendto(_PING.pack(src, dst, time.time()), (build_address(dst), _PORT))
                 receive_pings(time.monotonic() + PING_GAP_S)
-        receive_pings(time.monotonic() + PATIENCE_S)
+        receive_pings(time.monotonic() + TIMEOUT_S)
     return {pair: statistics.median(times) if times else math.inf for pair, times in delays.items()}
 
 
 @contextmanager
-def _listening(namespaces: Sequence[int]) -> Iterator[list[socket.socket]]:
+def _create_sockets(namespaces: Sequence[int]) -> Iterator[list[socket.socket]]:
     """Creates a datagram socket at every node."""
     with ExitStack() as stack:
         sockets = []
         for node, namespace in enumerate(namespaces):
-            with inside(namespace):
+            with switch_network(namespace):
                 sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
                 sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
-                sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _ROOM_NBYTES)
-                sock.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _ROOM_NBYTES)
-                sock.bind((address_of(node), _PORT))
+                sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_NBYTES)
+                sock.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _BUFFER_NBYTES)
+                sock.bind((build_address(node), _PORT))
                 sock.setblocking(False)
             sockets.append(sock)
         yield sockets
 
 
 def _receive(
-    ends: Sequence[socket.socket], until: float, is_over: Callable[[], bool] = lambda: False
+    sockets: Sequence[socket.socket], deadline: float, is_over: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[int, float, bytes]]:
     """Yields datagrams with the node that received them and the time at which its kernel did.
 
@@ -234,13 +236,13 @@ def _receive(
       is_over: Function that is asked after :data:`IDLE_S` without a datagram, and ends receiving if true.
     """
     with selectors.DefaultSelector() as selector:
-        for node, sock in enumerate(ends):
+        for node, sock in enumerate(sockets):
             selector.register(sock, selectors.EVENT_READ, node)
-        while (remaining_s := until - time.monotonic()) > 0:
-            ready = selector.select(min(remaining_s, QUIET_S))
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            ready = selector.select(min(remaining_s, IDLE_S))
             for key, _ in ready:
                 assert isinstance(key.fileobj, socket.socket)
-                datagram, notes, _, _ = key.fileobj.recvmsg(_WIRE, 64)
+                datagram, notes, _, _ = key.fileobj.recvmsg(_WIRE_NBYTES, 64)
                 seconds, nanoseconds = struct.unpack("qq", notes[0][2])
                 yield key.data, seconds + 1e-9 * nanoseconds, datagram
             if not ready and is_over():
@@ -248,7 +250,7 @@ def _receive(
 
 
 @dataclass(frozen=True, slots=True)
-class Train:
+class PacketTrain:
     """Measurement of a train of packets.
 
     Args:
@@ -266,9 +268,9 @@ def measure_trains(
     namespaces: Sequence[int],
     profile: NetworkProfile,
     speeds: dict[Pair, float],
-    largest_nbytes: int,
-    lost: Callable[[], int],
-) -> dict[Pair, Train]:
+    max_packet_nbytes: int,
+    count_lost: Callable[[], int],
+) -> dict[Pair, PacketTrain]:
     """Sends a train of packets for every pair with a limit, at the same time for pairs that share nothing.
 
     Args:
@@ -278,24 +280,24 @@ def measure_trains(
       max_packet_nbytes: Maximum bytes of a packet.
       count_lost: Function that returns how many packets the delay line has lost so far.
     """
-    trains: dict[Pair, Train] = {}
-    for group in _disjoint(profile, [pair for pair, speed in speeds.items() if math.isfinite(speed)]):
+    trains: dict[Pair, PacketTrain] = {}
+    for group in _split_disjoint(profile, [pair for pair, speed in speeds.items() if math.isfinite(speed)]):
         counts = {}
         for pair in group:
-            nbytes = speeds[pair] * (LOSSY_TRAIN_S if profile.link(*pair).loss else TRAIN_S) / 8
-            counts[pair] = round(min(max(nbytes, LEAST_NBYTES), MOST_NBYTES) / _WIRE)
-        timeout_s = PATIENCE_S + max(8 * _WIRE * count / speeds[pair] for pair, count in counts.items())
-        trains.update(_transfer(namespaces, counts, largest_nbytes, timeout_s, lost))
-    return {pair: trains.get(pair, Train(math.inf)) for pair in speeds}
+            nbytes = speeds[pair] * (LOSSY_TRAIN_S if profile.get_link(*pair).loss else TRAIN_S) / 8
+            counts[pair] = round(min(max(nbytes, MIN_TRAIN_NBYTES), MAX_TRAIN_NBYTES) / _WIRE_NBYTES)
+        timeout_s = TIMEOUT_S + max(8 * _WIRE_NBYTES * count / speeds[pair] for pair, count in counts.items())
+        trains.update(_transfer(namespaces, counts, max_packet_nbytes, timeout_s, count_lost))
+    return {pair: trains.get(pair, PacketTrain(math.inf)) for pair in speeds}
 
 
-def _disjoint(profile: NetworkProfile, pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+def _split_disjoint(profile: NetworkProfile, pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
     """Splits pairs into groups in which no two share a capacity, a sender or a receiver."""
     wiring, remaining = Wiring(profile), list(pairs)
     while remaining:
         group, used, postponed = [], set[tuple[str, int]](), list[Pair]()
         for src, dst in remaining:
-            uses = {("capacity", use.resource) for use in wiring.path(src, dst).uses}
+            uses = {("capacity", use.resource) for use in wiring.get_path(src, dst).uses}
             uses |= {("src", src), ("dst", dst)}
             if used & uses:
                 postponed.append((src, dst))
@@ -308,39 +310,43 @@ def _disjoint(profile: NetworkProfile, pairs: Sequence[Pair]) -> Iterator[list[P
 
 def _transfer(
     namespaces: Sequence[int],
-    wanted: dict[Pair, int],
-    largest_nbytes: int,
-    patience_s: float,
-    lost: Callable[[], int],
-) -> dict[Pair, Train]:
-    base, total = lost(), sum(wanted.values())
-    arrivals: dict[int, list[tuple[float, int]]] = {dst: [] for _, dst in wanted}
+    packet_counts: dict[Pair, int],
+    max_packet_nbytes: int,
+    timeout_s: float,
+    count_lost: Callable[[], int],
+) -> dict[Pair, PacketTrain]:
+    base, total = count_lost(), sum(packet_counts.values())
+    arrivals: dict[int, list[tuple[float, int]]] = {dst: [] for _, dst in packet_counts}
 
     def count_missing() -> int:
         return total - sum(map(len, arrivals.values()))
 
     # The kernel splits each call's data into datagrams, in the device if that supports it.
-    batch_size = max(1, largest_nbytes // _WIRE)
-    with _listening(namespaces) as sockets:
-        for (src, dst), packets in wanted.items():
-            sockets[src].setsockopt(socket.IPPROTO_UDP, _UDP_SEGMENT, _DATAGRAM)
+    batch_size = max(1, max_packet_nbytes // _WIRE_NBYTES)
+    with _create_sockets(namespaces) as sockets:
+        for (src, dst), packets in packet_counts.items():
+            sockets[src].setsockopt(socket.IPPROTO_UDP, _UDP_SEGMENT, _DATAGRAM_NBYTES)
             for start in range(0, packets, batch_size):
                 numbers = range(start, min(start + batch_size, packets))
-                data = b"".join(_NUMBER.pack(number) + bytes(_DATAGRAM - _NUMBER.size) for number in numbers)
-                sockets[src].sendto(data, (address_of(dst), _PORT))
-        end_s = time.monotonic() + patience_s
-        for node, arrived_s, datagram in _receive(sockets, end_s, lambda: count_missing() <= lost() - base):
+                data = b"".join(
+                    _NUMBER.pack(number) + bytes(_DATAGRAM_NBYTES - _NUMBER.size) for number in numbers
+                )
+                sockets[src].sendto(data, (build_address(dst), _PORT))
+        end_s = time.monotonic() + timeout_s
+        for node, arrived_s, datagram in _receive(
+            sockets, end_s, lambda: count_missing() <= count_lost() - base
+        ):
             arrivals[node].append((arrived_s, *_NUMBER.unpack_from(datagram)))
             if not count_missing():
                 break
-    return {pair: _train(arrivals[pair[1]], packets) for pair, packets in wanted.items()}
+    return {pair: _evaluate_train(arrivals[pair[1]], packets) for pair, packets in packet_counts.items()}
 
 
-def _train(seen: Sequence[tuple[float, int]], packets: int) -> Train:
+def _evaluate_train(arrivals: Sequence[tuple[float, int]], packets: int) -> PacketTrain:
     """Computes payload per second, as if by TCP, of the packets after the first arrivals, up to the last."""
-    loss = 1 - len(seen) / packets
-    if not seen or seen[-1][0] == seen[0][0]:
-        return Train(0.0, loss, packets)
-    first = max(number for t, number in seen if t <= seen[0][0] + _SAME_S)
-    bits = 8 * (seen[-1][1] - first) * _WIRE / WIRE_OVER_PAYLOAD
-    return Train(bits / (seen[-1][0] - seen[0][0]), loss, packets)
+    loss = 1 - len(arrivals) / packets
+    if not arrivals or arrivals[-1][0] == arrivals[0][0]:
+        return PacketTrain(0.0, loss, packets)
+    first = max(number for t, number in arrivals if t <= arrivals[0][0] + _SAME_PACKET_S)
+    bits = 8 * (arrivals[-1][1] - first) * _WIRE_NBYTES / WIRE_OVER_PAYLOAD
+    return PacketTrain(bits / (arrivals[-1][0] - arrivals[0][0]), loss, packets)

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from farflung.faults import Condition
-from farflung.network import NetworkProfile, Trace, Wiring
-from farflung.network.link import Capacity, both_lose
-from farflung.noise import uniform
+from farflung.faults import LinkCondition
+from farflung.network import BandwidthTrace, NetworkProfile, Wiring
+from farflung.network.link import Capacity, combine_losses
+from farflung.noise import draw_uniform
 
-__all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Queues", "finish_s"]
+__all__ = ["BUFFER_S", "WIRE_OVER_PAYLOAD", "Queues", "compute_finish_s"]
 
 WIRE_OVER_PAYLOAD = 1500 / 1448
 """Bytes on the wire per payload byte of a full TCP segment; a profile's bandwidth is that of the payload."""
@@ -22,12 +22,12 @@ BUFFER_S = 1.0
 SEGMENT_BITS = 8.0 * 1500
 BURST_S = 0.01
 """Maximum gap of a pair's packets with equal jitter; else fixed order would keep the delay near its maximum."""
-LEAST_BUFFER_NBYTES = 256 * 1024
+MIN_BUFFER_NBYTES = 256 * 1024
 """Minimum capacity of a queue for one pair."""
 
 
 @dataclass(slots=True)
-class _Way:
+class _NodePair:
     """State of an ordered pair of nodes."""
 
     src: int
@@ -36,24 +36,24 @@ class _Way:
     latency_s: float
     jitter_s: float
     loss: float
-    condition: Condition = field(default_factory=Condition)
-    ceiling: int | None = None
+    condition: LinkCondition = field(default_factory=LinkCondition)
+    limit_queue: int | None = None
     """Queue of the condition's bandwidth, the last of ``uses``, once the condition has had one."""
-    sent: int = 0
-    bursts: int = 0
-    swing: float = 0.0
-    last_left: float = -math.inf
-    last_arrival: float = 0.0
+    num_packets: int = 0
+    num_bursts: int = 0
+    jitter_factor: float = 0.0
+    last_departure_s: float = -math.inf
+    last_arrival_s: float = 0.0
 
 
 @dataclass(slots=True)
 class _Packet:
-    way: _Way
+    pair: _NodePair
     bits: float
     data: bytes
     first_s: float
     """Arrival time of the first segment at the current hop."""
-    lost: bool
+    is_lost: bool
     """True if the packet is lost after all queues; it uses their bandwidth before."""
     hop: int = 0
 
@@ -67,7 +67,7 @@ class _Queue:
     References: Goyal, Vin & Cheng 1996. RFC 8290 (fq_codel) shares a link alike on today's Linux and its Wi-Fi.
     """
 
-    __slots__ = ("_ends", "_held", "_limit", "_sequence", "_tag", "_waiting", "capacity", "free_s", "serving")
+    __slots__ = ("_finish_tags", "_queued_bits", "_max_bits", "_sequence", "_tag", "_waiting", "capacity", "free_s", "serving")
 
     def __init__(self, capacity: Capacity, *, fair: bool) -> None:
         self.serving: _Packet | None = None
@@ -75,33 +75,33 @@ class _Queue:
         """Time at which the packet in service is through."""
         self.set_capacity(capacity)
         self._waiting: list[tuple[float, int, _Packet]] = []
-        self._held: dict[tuple[int, int], float] = {}
-        self._ends: dict[tuple[int, int], float] | None = {} if fair else None
+        self._queued_bits: dict[tuple[int, int], float] = {}
+        self._finish_tags: dict[tuple[int, int], float] | None = {} if fair else None
         self._tag = 0.0
         self._sequence = 0
 
     def set_capacity(self, capacity: Capacity) -> None:
         """Sets the capacity from the next packet on; the packet in service is not affected."""
         self.capacity = capacity
-        largest = max(capacity.bandwidth_bps) if isinstance(capacity, Trace) else capacity
-        self._limit = max(BUFFER_S * largest, 8.0 * LEAST_BUFFER_NBYTES)
+        largest = max(capacity.bandwidth_bps) if isinstance(capacity, BandwidthTrace) else capacity
+        self._max_bits = max(BUFFER_S * largest, 8.0 * MIN_BUFFER_NBYTES)
 
-    def add(self, packet: _Packet, bits: float) -> bool:
+    def did_enqueue(self, packet: _Packet, bits: float) -> bool:
         """Returns True if the queue had room for the packet, and adds it."""
-        key = (packet.way.src, packet.way.dst)
-        queued_bits = self._held.get(key, 0.0) + bits
-        if queued_bits > self._limit:
+        key = (packet.pair.src, packet.pair.dst)
+        queued_bits = self._queued_bits.get(key, 0.0) + bits
+        if queued_bits > self._max_bits:
             return False
-        self._held[key] = queued_bits
+        self._queued_bits[key] = queued_bits
         tag = 0.0
-        if self._ends is not None:
-            tag = max(self._tag, self._ends.get(key, 0.0))
-            self._ends[key] = tag + bits
+        if self._finish_tags is not None:
+            tag = max(self._tag, self._finish_tags.get(key, 0.0))
+            self._finish_tags[key] = tag + bits
         self._sequence += 1
         heapq.heappush(self._waiting, (tag, self._sequence, packet))
         return True
 
-    def next(self) -> _Packet | None:
+    def dequeue(self) -> _Packet | None:
         """Removes the next packet and starts its service."""
         if not self._waiting:
             self.serving = None
@@ -109,9 +109,9 @@ class _Queue:
         self._tag, _, self.serving = heapq.heappop(self._waiting)
         return self.serving
 
-    def done(self, packet: _Packet, bits: float) -> None:
+    def release(self, packet: _Packet, bits: float) -> None:
         """Releases the room of a served packet."""
-        self._held[packet.way.src, packet.way.dst] -= bits
+        self._queued_bits[packet.pair.src, packet.pair.dst] -= bits
 
 
 class Queues:
@@ -127,40 +127,40 @@ class Queues:
     """
 
     def __init__(self, profile: NetworkProfile, seed: int = 0, *, fair: bool = True) -> None:
-        self._fair = fair
-        wiring, self.nodes, self._seed = Wiring(profile, loses=False), profile.node_count, seed
-        self._ways: dict[tuple[int, int], _Way] = {}
+        self._is_fair = fair
+        wiring, self.nodes, self._seed = Wiring(profile, apply_loss=False), profile.node_count, seed
+        self._pairs: dict[tuple[int, int], _NodePair] = {}
         for src in range(self.nodes):
             for dst in range(self.nodes):
                 if src != dst:
-                    path = wiring.path(src, dst)
+                    path = wiring.get_path(src, dst)
                     uses = tuple((use.resource, use.times) for use in path.uses)
-                    loss = profile.link(src, dst).loss
-                    self._ways[src, dst] = _Way(src, dst, uses, path.latency_s, path.jitter_s, loss)
+                    loss = profile.get_link(src, dst).loss
+                    self._pairs[src, dst] = _NodePair(src, dst, uses, path.latency_s, path.jitter_s, loss)
         self._queues = [_Queue(capacity, fair=fair) for capacity in wiring.capacities]
         self._events: list[tuple[float, int, int, _Packet | None]] = []
         self._sequence = 0
         self.begin_s = math.inf
         """Start of traces, jitter and loss; before, each trace keeps its first value."""
-        self.loses = False
+        self.is_lossy = False
         """True if packets are lost before ``begin_s``, so that the loss can be measured."""
-        self.early_s = 0.0
+        self.handover_s = 0.0
         """Time by which a packet leaves early, to compensate for its handover."""
-        self.lost = 0
+        self.num_lost = 0
         """Number of packets dropped by a full queue, by a profile's loss or in a cut."""
 
-    def change(self, src: int, dst: int, condition: Condition) -> None:
+    def set_condition(self, src: int, dst: int, condition: LinkCondition) -> None:
         """Sets the condition of a pair, also for packets that wait in a queue."""
-        pair = self._ways[src, dst]
+        pair = self._pairs[src, dst]
         pair.condition = condition
-        if pair.ceiling is not None:
-            self._queues[pair.ceiling].set_capacity(condition.bandwidth_bps)
+        if pair.limit_queue is not None:
+            self._queues[pair.limit_queue].set_capacity(condition.bandwidth_bps)
         elif condition.bandwidth_bps < math.inf:
-            pair.ceiling = len(self._queues)
-            pair.uses = (*pair.uses, (pair.ceiling, 1))
-            self._queues.append(_Queue(condition.bandwidth_bps, fair=self._fair))
+            pair.limit_queue = len(self._queues)
+            pair.uses = (*pair.uses, (pair.limit_queue, 1))
+            self._queues.append(_Queue(condition.bandwidth_bps, fair=self._is_fair))
 
-    def arrive(self, now: float, src: int, dst: int, wire_nbytes: int, data: bytes) -> None:
+    def enqueue(self, time_s: float, src: int, dst: int, wire_nbytes: int, data: bytes) -> None:
         """Enqueues a packet at its sender.
 
         Args:
@@ -170,92 +170,97 @@ class Queues:
           wire_nbytes: Length with all headers; for a large packet, those of all its segments.
           data: Data that :meth:`pop_arrived` returns.
         """
-        pair = self._ways[src, dst]
-        pair.sent += 1
+        pair = self._pairs[src, dst]
+        pair.num_packets += 1
         condition = pair.condition
-        loss = both_lose(pair.loss, condition.loss)
-        can_lose = loss and (self.loses or now >= self.begin_s)
-        is_lost = condition.cut or bool(can_lose and uniform(self._seed, 1, src, dst, pair.sent) < loss)
-        self.lost += is_lost
-        if not condition.cut:
-            self._go_on(now, _Packet(pair, 8.0 * wire_nbytes, data, now, is_lost))
+        loss = combine_losses(pair.loss, condition.loss)
+        can_lose = loss and (self.is_lossy or time_s >= self.begin_s)
+        is_lost = condition.is_cut or bool(
+            can_lose and draw_uniform(self._seed, 1, src, dst, pair.num_packets) < loss
+        )
+        self.num_lost += is_lost
+        if not condition.is_cut:
+            self._forward(time_s, _Packet(pair, 8.0 * wire_nbytes, data, time_s, is_lost))
 
-    def due(self) -> float:
+    def get_next_time(self) -> float:
         """Returns the time of the next call of :meth:`pop_arrived`; infinity if no packet is in flight."""
         return self._events[0][0] if self._events else math.inf
 
-    def leave(self, now: float) -> Iterator[tuple[int, bytes]]:
+    def pop_arrived(self, time_s: float) -> Iterator[tuple[int, bytes]]:
         """Yields the packets that have arrived by ``time_s`` with their nodes, in order of time."""
         events = self._events
-        while events and events[0][0] <= now:
+        while events and events[0][0] <= time_s:
             t, _, target, packet = heapq.heappop(events)
             if packet is None:
-                self._served(t, target)
-            elif packet.way.condition.cut:
-                self.lost += 1
+                self._finish_service(t, target)
+            elif packet.pair.condition.is_cut:
+                self.num_lost += 1
             else:
                 yield target, packet.data
 
-    def _go_on(self, t: float, packet: _Packet) -> None:
+    def _forward(self, t: float, packet: _Packet) -> None:
         """Forwards a packet to its next queue, or through its delay after the last."""
-        pair = packet.way
+        pair = packet.pair
         if packet.hop < len(pair.uses):
             number, times = pair.uses[packet.hop]
             queue = self._queues[number]
-            if not queue.add(packet, packet.bits * times):
-                self.lost += not packet.lost
+            if not queue.did_enqueue(packet, packet.bits * times):
+                self.num_lost += not packet.is_lost
             elif queue.serving is None:
                 self._serve(t, number, queue)
             return
-        if packet.lost:
+        if packet.is_lost:
             return
-        if pair.jitter_s and t >= self.begin_s and t > pair.last_left + BURST_S:
-            pair.bursts += 1
-            pair.swing = 2.0 * uniform(self._seed, 2, pair.src, pair.dst, pair.bursts) - 1.0
-        pair.last_left = t
-        delay = pair.latency_s + pair.jitter_s * pair.swing
-        pair.last_arrival = max(t + max(0.0, delay - self.early_s), pair.last_arrival)
-        self._push(pair.last_arrival, pair.dst, packet)
+        if pair.jitter_s and t >= self.begin_s and t > pair.last_departure_s + BURST_S:
+            pair.num_bursts += 1
+            pair.jitter_factor = 2.0 * draw_uniform(self._seed, 2, pair.src, pair.dst, pair.num_bursts) - 1.0
+        pair.last_departure_s = t
+        delay = pair.latency_s + pair.jitter_s * pair.jitter_factor
+        pair.last_arrival_s = max(t + max(0.0, delay - self.handover_s), pair.last_arrival_s)
+        self._push(pair.last_arrival_s, pair.dst, packet)
 
     def _serve(self, t: float, number: int, queue: _Queue) -> None:
         """Serves the next packet, whose first segments go on while its last ones arrive."""
-        packet = queue.next()
+        packet = queue.dequeue()
         if packet is None:
             return
-        bits = packet.bits * packet.way.uses[packet.hop][1] / WIRE_OVER_PAYLOAD
+        bits = packet.bits * packet.pair.uses[packet.hop][1] / WIRE_OVER_PAYLOAD
         begin = max(packet.first_s, queue.free_s)
-        duration_s, share = self._takes_s(queue.capacity, begin, bits), min(1.0, SEGMENT_BITS / packet.bits)
+        duration_s, share = (
+            self._compute_duration_s(queue.capacity, begin, bits),
+            min(1.0, SEGMENT_BITS / packet.bits),
+        )
         packet.first_s = begin + share * duration_s
         queue.free_s = max(begin + duration_s, t + share * duration_s)
         self._push(queue.free_s, number, None)
 
-    def _takes_s(self, capacity: Capacity, begin: float, bits: float) -> float:
-        if not isinstance(capacity, Trace):
+    def _compute_duration_s(self, capacity: Capacity, begin: float, bits: float) -> float:
+        if not isinstance(capacity, BandwidthTrace):
             return bits / capacity
         if begin < self.begin_s:
-            return bits / (capacity.at(0.0) or math.inf)
-        return self.begin_s + finish_s(capacity, begin - self.begin_s, bits) - begin
+            return bits / (capacity.get_bandwidth(0.0) or math.inf)
+        return self.begin_s + compute_finish_s(capacity, begin - self.begin_s, bits) - begin
 
-    def _served(self, t: float, number: int) -> None:
+    def _finish_service(self, t: float, number: int) -> None:
         queue = self._queues[number]
         packet = queue.serving
         assert packet is not None
-        queue.done(packet, packet.bits * packet.way.uses[packet.hop][1])
+        queue.release(packet, packet.bits * packet.pair.uses[packet.hop][1])
         self._serve(t, number, queue)
         packet.hop += 1
-        self._go_on(t, packet)
+        self._forward(t, packet)
 
-    def _push(self, t: float, place: int, packet: _Packet | None) -> None:
+    def _push(self, t: float, target: int, packet: _Packet | None) -> None:
         """Schedules a packet's arrival at a node, or without a packet the end of service of a queue."""
         self._sequence += 1
-        heapq.heappush(self._events, (t, self._sequence, place, packet))
+        heapq.heappush(self._events, (t, self._sequence, target, packet))
 
 
-def finish_s(trace: Trace, begin_s: float, bits: float) -> float:
+def compute_finish_s(trace: BandwidthTrace, begin_s: float, bits: float) -> float:
     """Returns the time at which bits that begin at ``begin_s`` have passed at the speed of a trace."""
     t = begin_s
     while True:
-        bps, change_s = trace.at(t), trace.next_change(t)
+        bps, change_s = trace.get_bandwidth(t), trace.get_next_change(t)
         if bits <= bps * (change_s - t):
             return t + bits / bps if bits else t
         bits -= bps * (change_s - t)

@@ -12,17 +12,17 @@ from itertools import count
 from typing_extensions import override
 
 from farflung.errors import ConfigError
-from farflung.faults import Condition, FaultInjector, FaultPlan, Stage
+from farflung.faults import FaultEnvironment, FaultInjector, FaultPlan, LinkCondition
 from farflung.lab.lab import Lab
 from farflung.telemetry import Event
 
-__all__ = ["CARRIED", "LabStage", "check_plan"]
+__all__ = ["SUPPORTED_FAULTS", "LabEnvironment", "check_plan"]
 
-CARRIED = frozenset({"crash", "hang", "leave", "cut", "reset", "throttle", "lose", "restore"})
+SUPPORTED_FAULTS = frozenset({"crash", "hang", "leave", "cut", "reset", "throttle", "lose", "restore"})
 """Kinds of faults that a lab supports."""
 
 
-def check_plan(plan: FaultPlan, nodes: int, *, told: bool) -> None:
+def check_plan(plan: FaultPlan, nodes: int, *, has_events: bool) -> None:
     """Checks that a lab can carry out a plan.
 
     Args:
@@ -34,13 +34,13 @@ def check_plan(plan: FaultPlan, nodes: int, *, told: bool) -> None:
       Unsupported: The plan has a kind of fault that a lab lacks.
       ConfigError: The plan names an unknown rank, or a step though workers report none.
     """
-    plan.check(nodes, CARRIED, "a lab")
+    plan.check(nodes, SUPPORTED_FAULTS, "a lab")
     for fault in plan.faults:
-        if fault.at_step is not None and not told:
+        if fault.at_step is not None and not has_events:
             raise ConfigError(f"{fault}: at_step requires farflung train, which reports steps; use at_s")
 
 
-class LabStage(Stage):
+class LabEnvironment(FaultEnvironment):
     """Fault environment of a lab, which carries out a plan on real processes and links.
 
     ``crash`` kills every process of a node, whose kernel then closes their connections; ``hang`` stops them
@@ -59,41 +59,41 @@ class LabStage(Stage):
       Unsupported, ConfigError: See :func:`check_plan`.
     """
 
-    def __init__(self, lab: Lab, plan: FaultPlan, *, told: bool) -> None:
-        check_plan(plan, lab.nodes, told=told)
+    def __init__(self, lab: Lab, plan: FaultPlan, *, has_events: bool) -> None:
+        check_plan(plan, lab.nodes, has_events=has_events)
         super().__init__(lab.nodes)
         self._lab = lab
-        self._origin = math.inf if told else time.monotonic()
-        self.began: dict[int, float] = {}
+        self._origin = math.inf if has_events else time.monotonic()
+        self.first_steps_s: dict[int, float] = {}
         """Start of each worker's first step, once reported, on the machine's monotonic clock."""
-        self._waiting: list[tuple[float, int, Callable[[], None]]] = []
+        self._callbacks: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self.injector = FaultInjector(plan, self)
 
     @override
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """Returns seconds since the first step began; negative before."""
         return time.monotonic() - self._origin
 
     @override
-    def at(self, t: float, fn: Callable[[], None]) -> None:
-        heapq.heappush(self._waiting, (t, next(self._order), fn))
+    def call_at(self, time_s: float, fn: Callable[[], None]) -> None:
+        heapq.heappush(self._callbacks, (time_s, next(self._order), fn))
 
-    def hear(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         """Handles one event of one worker."""
         if event["event"] == "begin":
-            time_s = self.began[int(str(event["rank"]))] = time.monotonic()
+            time_s = self.first_steps_s[int(str(event["rank"]))] = time.monotonic()
             self._origin = min(self._origin, time_s)
         self.injector(event)
 
-    def due(self) -> float:
+    def get_next_time(self) -> float:
         """Returns the time of the next callback, on the machine's monotonic clock."""
-        return self._origin + self._waiting[0][0] if self._waiting else math.inf
+        return self._origin + self._callbacks[0][0] if self._callbacks else math.inf
 
-    def go_on(self) -> None:
+    def run_due(self) -> None:
         """Runs the callbacks that are due."""
-        while self.due() <= time.monotonic():
-            heapq.heappop(self._waiting)[2]()
+        while self.get_next_time() <= time.monotonic():
+            heapq.heappop(self._callbacks)[2]()
 
     @override
     def crash(self, rank: int) -> None:
@@ -101,29 +101,29 @@ class LabStage(Stage):
 
     @override
     def leave(self, rank: int) -> None:
-        self._lab.signal(rank, signal.SIGUSR1)
+        self._lab.send_signal(rank, signal.SIGUSR1)
 
     @override
     def reset(self, rank: int, peer: int) -> None:
         self._lab.reset(rank, peer)
 
     @override
-    def change(self, src: int, dst: int, before: Condition, now: Condition) -> None:
-        self._lab.change(src, dst, now)
+    def set_condition(self, src: int, dst: int, previous: LinkCondition, condition: LinkCondition) -> None:
+        self._lab.set_condition(src, dst, condition)
 
     @override
-    def hang(self, rank: int, hangs: bool) -> None:
-        self._lab.signal(rank, signal.SIGSTOP if hangs else signal.SIGCONT)
+    def set_hung(self, rank: int, is_hung: bool) -> None:
+        self._lab.send_signal(rank, signal.SIGSTOP if is_hung else signal.SIGCONT)
 
     @override
     def is_over(self) -> bool:
         return all(child is None or child.exit_code is not None for child in self._lab.workers)
 
-    def is_hung_for_good(self) -> bool:
+    def is_permanently_hung(self) -> bool:
         """Returns True if every running worker hangs, and no fault's end or restore will resume it."""
         restorable = {
             fault.rank
-            for fault in self.injector.missed
+            for fault in self.injector.missed_faults
             if (fault.kind, fault.peer) == ("restore", None) and fault.at_s is not None
         }
         running = [
@@ -131,4 +131,6 @@ class LabStage(Stage):
             for node, child in enumerate(self._lab.workers)
             if child is not None and child.exit_code is None
         ]
-        return all(self.standing.is_hung_for_good(node) and node not in restorable for node in running)
+        return all(
+            self.active_faults.is_permanently_hung(node) and node not in restorable for node in running
+        )

@@ -12,21 +12,21 @@ from pathlib import Path
 __all__ = [
     "HEADER_NBYTES",
     "INTERFACE",
-    "LARGEST_PACKET",
-    "address_of",
-    "chosen_congestion_control",
+    "MAX_PACKET_NBYTES",
+    "build_address",
+    "compute_wire_nbytes",
     "configure",
-    "node_of",
-    "open_tun",
-    "take_large_packets",
-    "wire_nbytes",
+    "create_tun",
+    "parse_node",
+    "read_congestion_control",
+    "set_large_packets",
 ]
 
 INTERFACE = "lab0"
 """Name of every node's interface, in its own namespace."""
 HEADER_NBYTES = 10
 """Length of the virtio header before each packet, which tells how to segment it and is passed on unchanged."""
-LARGEST_PACKET = 65536 + HEADER_NBYTES
+MAX_PACKET_NBYTES = 65536 + HEADER_NBYTES
 """Maximum bytes of one read."""
 MTU = 1500
 NETWORK = "10.77"
@@ -38,13 +38,13 @@ _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_USO = 0x01, 0x02, 0x60
 _TCP = 6
 
 
-def address_of(node: int) -> str:
+def build_address(node: int) -> str:
     """Returns the address of a node."""
     high, low = divmod(node + 1, 256)
     return f"{NETWORK}.{high}.{low}"
 
 
-def node_of(packet: bytes) -> int:
+def parse_node(packet: bytes) -> int:
     """Returns the destination node of a packet; -1 if it has none, such as a packet of IPv6."""
     start = HEADER_NBYTES
     if packet[start] >> 4 != 4 or packet[start + 16] != 10 or packet[start + 17] != 77:
@@ -52,7 +52,7 @@ def node_of(packet: bytes) -> int:
     return (packet[start + 18] << 8 | packet[start + 19]) - 1
 
 
-def wire_nbytes(packet: bytes) -> int:
+def compute_wire_nbytes(packet: bytes) -> int:
     """Returns the length of a packet on the wire; a large one has the headers of each of its segments."""
     nbytes = len(packet) - HEADER_NBYTES
     segment = packet[4] | packet[5] << 8
@@ -64,7 +64,7 @@ def wire_nbytes(packet: bytes) -> int:
     return nbytes + headers * ((nbytes - headers - 1) // segment)
 
 
-def open_tun() -> int:
+def create_tun() -> int:
     """Creates a device in the namespace of the calling thread; closing the descriptor removes it.
 
     Raises:
@@ -74,23 +74,23 @@ def open_tun() -> int:
     try:
         request = struct.pack("16sH22x", INTERFACE.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR)
         fcntl.ioctl(device, _TUNSETIFF, request)
-        take_large_packets(device, True)
+        set_large_packets(device, True)
     except OSError:
         os.close(device)
         raise
     return device
 
 
-def take_large_packets(device: int, wanted: bool) -> None:
+def set_large_packets(device: int, is_enabled: bool) -> None:
     """Sets whether the device combines many TCP segments, or datagrams, into one packet."""
-    if wanted:
+    if is_enabled:
         with contextlib.suppress(OSError):  # Linux before 6.2 cannot combine datagrams
             fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4 | _TUN_F_USO)
             return
-    fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | (_TUN_F_TSO4 if wanted else 0))
+    fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | (_TUN_F_TSO4 if is_enabled else 0))
 
 
-def configure(node: int, largest_nbytes: int, congestion_control: str | None) -> None:
+def configure(node: int, max_packet_nbytes: int, congestion_control: str | None) -> None:
     """Configures the device in the calling thread's namespace, with its addresses.
 
     Args:
@@ -108,7 +108,7 @@ def configure(node: int, largest_nbytes: int, congestion_control: str | None) ->
     if ipv6.exists():
         ipv6.write_text("1", encoding="ascii")
     if congestion_control is not None:
-        _choose(congestion_control)
+        _set_congestion_control(congestion_control)
     # Runs begin equally if the kernel remembers no congestion windows of earlier connections.
     Path("/proc/sys/net/ipv4/tcp_no_metrics_save").write_text("1", encoding="ascii")
     try:
@@ -117,19 +117,19 @@ def configure(node: int, largest_nbytes: int, congestion_control: str | None) ->
             (device,) = routes.link_lookup(ifname=INTERFACE)
             routes.link("set", index=loopback, state="up")
             routes.link("set", index=device, mtu=MTU, txqlen=10_000)
-            routes.link("set", index=device, gso_max_size=max(largest_nbytes, 2 * MTU))
-            routes.addr("add", index=device, address=address_of(node), prefixlen=16)
+            routes.link("set", index=device, gso_max_size=max(max_packet_nbytes, 2 * MTU))
+            routes.addr("add", index=device, address=build_address(node), prefixlen=16)
             routes.link("set", index=device, state="up")
     except NetlinkError as error:
         raise OSError(error.code, f"setting up {INTERFACE}: {error}") from None
 
 
-def chosen_congestion_control() -> str:
+def read_congestion_control() -> str:
     """Reads the congestion control of TCP in the calling thread's namespace."""
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
 
 
-def _choose(congestion_control: str) -> None:
+def _set_congestion_control(congestion_control: str) -> None:
     try:
         Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(congestion_control, encoding="ascii")
     except OSError:

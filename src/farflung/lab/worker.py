@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from farflung._linux import die_with_parent
+from farflung._linux import exit_with_parent
 from farflung.lab._kernel import CLONE_NEWPID, enter_network, mount_own_proc, unshare
 from farflung.lab.children import Child
 
-__all__ = ["members", "start_worker"]
+__all__ = ["list_processes", "start_worker"]
 
-_NOT_STARTED = 127
+_START_FAILED = 127
 
 
 def start_worker(
@@ -38,7 +38,7 @@ def start_worker(
     return Child(lambda: _guard(parent, namespace, command, environment, output), keep)
 
 
-def members(namespace: int) -> Iterator[int]:
+def list_processes(namespace: int) -> Iterator[int]:
     """Yields the ids of all processes in a network namespace."""
     name = f"net:[{os.fstat(namespace).st_ino}]"
     for entry in Path("/proc").iterdir():
@@ -58,30 +58,30 @@ def _guard(
     environment: Mapping[str, str],
     output: int | None,
 ) -> int:
-    die_with_parent(parent)
+    exit_with_parent(parent)
     os.setsid()  # only the lab gets a terminal's signals, and passes them on
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     unshare(CLONE_NEWPID)
     reader, writer = os.pipe()
     keep = [namespace, reader, *([] if output is None else [output])]
-    init = Child(lambda: _first(reader, namespace, command, environment, output), keep)
+    init = Child(lambda: _run_init_process(reader, namespace, command, environment, output), keep)
     os.write(writer, b"!")
     code = init.wait()
     return 1 if code is None or code < 0 else code
 
 
-def _first(
+def _run_init_process(
     go: int, namespace: int, command: Sequence[str], environment: Mapping[str, str], output: int | None
 ) -> int:
-    die_with_parent(0)
+    exit_with_parent(0)
     if not os.read(go, 1):  # the guard ended before this process was bound to it
         return 1
     os.close(go)
     mount_own_proc()
     pid = os.fork()
     if pid == 0:
-        _become(namespace, command, environment, output)
+        _execute_command(namespace, command, environment, output)
     while True:  # reaps every orphan of the namespace
         pid_ended, status = os.wait()
         if pid_ended == pid:
@@ -89,7 +89,7 @@ def _first(
             return code if code >= 0 else 128 - code
 
 
-def _become(
+def _execute_command(
     namespace: int, command: Sequence[str], environment: Mapping[str, str], output: int | None
 ) -> None:
     try:
@@ -108,4 +108,4 @@ def _become(
     except OSError as error:
         print(f"farflung lab: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
     finally:
-        os._exit(_NOT_STARTED)
+        os._exit(_START_FAILED)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
     from farflung.loop.checkpoint import (
@@ -10,24 +10,24 @@ if TYPE_CHECKING:
         check_model,
         check_optimizer_kind,
         check_share,
-        fingerprint,
-        share_name,
+        compute_fingerprint,
+        hash_share,
     )
+    from farflung.loop.components import Components
     from farflung.loop.evaluation import Score, evaluate
-    from farflung.loop.lockstep import Lockstep, keep_once
-    from farflung.loop.members import Parts
-    from farflung.loop.optimizers import optimizer_settings
+    from farflung.loop.lockstep import Lockstep, share_parameters
+    from farflung.loop.optimizers import describe_optimizer
     from farflung.loop.replica import Replica
     from farflung.loop.summary import Leg, Summary, TimeSplit
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
-            "checkpoint": "Checkpoints check_model check_optimizer_kind check_share fingerprint share_name",
+            "checkpoint": "Checkpoints check_model check_optimizer_kind check_share compute_fingerprint hash_share",
             "evaluation": "Score evaluate",
-            "lockstep": "Lockstep keep_once",
-            "members": "Parts",
-            "optimizers": "optimizer_settings",
+            "lockstep": "Lockstep share_parameters",
+            "components": "Components",
+            "optimizers": "describe_optimizer",
             "replica": "Replica",
             "summary": "Leg Summary TimeSplit",
         },
@@ -35,9 +35,9 @@ else:
 
 __all__ = [
     "Checkpoints",
+    "Components",
     "Leg",
     "Lockstep",
-    "Parts",
     "Replica",
     "Score",
     "Summary",
@@ -45,9 +45,9 @@ __all__ = [
     "check_model",
     "check_optimizer_kind",
     "check_share",
+    "compute_fingerprint",
+    "describe_optimizer",
     "evaluate",
-    "fingerprint",
-    "keep_once",
-    "optimizer_settings",
-    "share_name",
+    "hash_share",
+    "share_parameters",
 ]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from farflung.errors import CheckpointError
-from farflung.moments import kind_of
+from farflung.moments import get_optimizer_name
 from farflung.state_trees import load_tree, save_tree
 from farflung.types import SampleIds, State
 
@@ -25,12 +25,12 @@ __all__ = [
     "check_model",
     "check_optimizer_kind",
     "check_share",
-    "fingerprint",
-    "share_name",
+    "compute_fingerprint",
+    "hash_share",
 ]
 
 
-def fingerprint(model: nn.Module) -> str:
+def compute_fingerprint(model: nn.Module) -> str:
     """Computes a short hash of the names, shapes, dtypes and memory formats in a model's state."""
     layout = [
         (name, tuple(t.shape), str(t.dtype), *(() if t.is_contiguous() else t.stride()))
@@ -40,47 +40,47 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
 
 
-def check_model(shared: State, model: nn.Module, where: str) -> None:
+def check_model(shared_state: State, model: nn.Module, origin: str) -> None:
     """Checks that the shared tree of a checkpoint belongs to ``model``.
 
     Raises:
       CheckpointError: It belongs to another model.
     """
-    if shared.get("fingerprint") != fingerprint(model):
+    if shared_state.get("fingerprint") != compute_fingerprint(model):
         raise CheckpointError(
-            f"{where}: the checkpoint is of another model, trained as {shared.get('workload')}; "
+            f"{origin}: the checkpoint is of another model, trained as {shared_state.get('workload')}; "
             "resume with the workload it was made with"
         )
 
 
-def check_optimizer_kind(own: State, optimizer: torch.optim.Optimizer, where: str) -> None:
+def check_optimizer_kind(replica_state: State, optimizer: torch.optim.Optimizer, origin: str) -> None:
     """Checks that a replica's tree of a checkpoint was saved with an optimizer of the same class.
 
     Raises:
       CheckpointError: Its optimizer is of another class.
     """
-    kind = kind_of(optimizer)
-    if own["optimizer"]["kind"] != kind:
+    kind = get_optimizer_name(optimizer)
+    if replica_state["optimizer"]["kind"] != kind:
         raise CheckpointError(
-            f"{where}: its optimizer is {own['optimizer']['kind']}, not {kind}; resume with the --optimizer that the "
+            f"{origin}: its optimizer is {replica_state['optimizer']['kind']}, not {kind}; resume with the --optimizer that the "
             "run was started with"
         )
 
 
-def share_name(share: SampleIds | None) -> str:
+def hash_share(share: SampleIds | None) -> str:
     """Computes a short hash of the samples that a replica draws from; empty for the whole set."""
     return "" if share is None else hashlib.sha256(share.numpy().tobytes()).hexdigest()[:16]
 
 
-def check_share(own: State, share: SampleIds | None, where: str) -> None:
+def check_share(replica_state: State, share: SampleIds | None, origin: str) -> None:
     """Checks that a replica's tree of a checkpoint was trained on ``share``.
 
     Raises:
       CheckpointError: It was trained on another share.
     """
-    if own.get("share", "") != share_name(share):
+    if replica_state.get("share", "") != hash_share(share):
         raise CheckpointError(
-            f"{where}: this replica drew from another share of the data; resume with the --partition and --seed "
+            f"{origin}: this replica drew from another share of the data; resume with the --partition and --seed "
             "that the run was started with"
         )
 
@@ -98,36 +98,48 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, rank: int, size: int, *, leader: bool, keep: int = 2, any_size: bool = False
+        self,
+        folder: Path,
+        rank: int,
+        size: int,
+        *,
+        is_leader: bool,
+        num_kept: int = 2,
+        allows_any_size: bool = False,
     ) -> None:
         self.folder = folder
-        self._any_size = any_size
-        self._rank, self._size, self._leader, self._keep = rank, size, leader, keep
+        self._allows_any_size = allows_any_size
+        self._rank, self._size, self._is_leader, self._num_kept = rank, size, is_leader, num_kept
 
-    def among(self, rank: int, size: int) -> Checkpoints:
+    def with_ranks(self, rank: int, size: int) -> Checkpoints:
         """Returns these checkpoints for one of ``size`` remaining replicas; rank 0 writes the shared file too."""
-        is_leader = self._leader or rank == 0
+        is_leader = self._is_leader or rank == 0
         return Checkpoints(
-            self.folder, rank, size, leader=is_leader, keep=self._keep, any_size=self._any_size
+            self.folder,
+            rank,
+            size,
+            is_leader=is_leader,
+            num_kept=self._num_kept,
+            allows_any_size=self._allows_any_size,
         )
 
-    def save(self, step: int, shared: State, own: State) -> Path:
+    def save(self, step: int, shared_state: State, replica_state: State) -> Path:
         """Writes this replica's part; the checkpoint is complete once all ranks have written theirs."""
         folder = self.folder / f"step-{step:08d}"
-        if self._leader:
-            save_tree(folder / "shared.safetensors", shared)
-        save_tree(folder / self._own_name(), own)
+        if self._is_leader:
+            save_tree(folder / "shared.safetensors", shared_state)
+        save_tree(folder / self._format_file_name(), replica_state)
         return folder
 
     def prune(self) -> None:
         """Removes all but the newest ``num_kept`` checkpoints; to be called once all ranks have saved."""
-        if self._leader:
-            newest_steps = self.complete()[-self._keep :]
+        if self._is_leader:
+            newest_steps = self.list_complete()[-self._num_kept :]
             for folder in self.folder.glob("step-*"):
                 if newest_steps and folder.name < f"step-{newest_steps[0]:08d}":
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def complete(self) -> list[int]:
+    def list_complete(self) -> list[int]:
         """Lists the steps whose files are all in place, oldest first."""
         steps = []
         for folder in self.folder.glob("step-*"):
@@ -141,13 +153,13 @@ class Checkpoints:
                 steps.append(int(match[1]))
         return sorted(steps)
 
-    def newest(self) -> int:
+    def find_newest(self) -> int:
         """Finds the step of the newest complete checkpoint.
 
         Raises:
           CheckpointError: No checkpoint is complete.
         """
-        steps = self.complete()
+        steps = self.list_complete()
         if not steps:
             raise CheckpointError(f"{self.folder}: no complete checkpoint to resume from")
         return steps[-1]
@@ -159,15 +171,15 @@ class Checkpoints:
           CheckpointError: The checkpoint is damaged, or was saved by another number of replicas.
         """
         folder = self.folder / f"step-{step:08d}"
-        if self._any_size:
-            return load_tree(folder / "shared.safetensors"), self._own_of_any_size(folder)
-        if not (folder / self._own_name()).exists():
+        if self._allows_any_size:
+            return load_tree(folder / "shared.safetensors"), self._load_any_size(folder)
+        if not (folder / self._format_file_name()).exists():
             raise CheckpointError(
                 f"{folder}: saved by another number of replicas than {self._size}; resume with as many as before"
             )
-        return load_tree(folder / "shared.safetensors"), load_tree(folder / self._own_name())
+        return load_tree(folder / "shared.safetensors"), load_tree(folder / self._format_file_name())
 
-    def _own_of_any_size(self, folder: Path) -> State:
+    def _load_any_size(self, folder: Path) -> State:
         """Loads this replica's tree; if absent, rank 0's without its random state and residuals."""
         rank_file = next(iter(folder.glob(f"rank-{self._rank}-of-*")), None)
         rank0_file = next(iter(folder.glob("rank-0-of-*")))
@@ -179,7 +191,7 @@ class Checkpoints:
             state["exchanges"] = {**state["exchanges"], "reducer": {}}
         return state
 
-    def _own_name(self) -> str:
+    def _format_file_name(self) -> str:
         return f"rank-{self._rank}-of-{self._size}.safetensors"
 
 

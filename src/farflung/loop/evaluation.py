@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from farflung.comm import Purpose
 from farflung.comm.wire import supports_dtype
-from farflung.engine.averaging import average, load, sum_everywhere, unlike
-from farflung.engine.placement import batch_on
-from farflung.seeding import RandomState, derive
+from farflung.engine.averaging import average, find_unequal, load_values, sum_over_ranks
+from farflung.engine.placement import move_batch
+from farflung.seeding import RandomState, derive_seed
 from farflung.types import Cost, Dataset, Runtime, Workload
 
-__all__ = ["Score", "averaged", "evaluate"]
+__all__ = ["Score", "apply_consensus", "evaluate"]
 
 BATCH = 256
-_AGAIN = 16
+_RETRY_PART = 16
 """First part number of exchanges that sum the scores of lost replicas' shares."""
 
 
@@ -35,8 +35,8 @@ class Score:
 
 
 @asynccontextmanager
-async def averaged(
-    runtime: Runtime, model: nn.Module, number: int, stands: Mapping[str, Tensor] | None
+async def apply_consensus(
+    runtime: Runtime, model: nn.Module, number: int, consensus: Mapping[str, Tensor] | None
 ) -> AsyncIterator[None]:
     """Averages state that differs between replicas; restores each replica's values at exit.
 
@@ -46,21 +46,21 @@ async def averaged(
       number: Number of the exchange, equal on all ranks.
       consensus: Result of :meth:`farflung.engine.Engine.get_consensus_parameters`.
     """
-    trained_params, candidates, anchors, anchor_values = _differing(model, stands)
-    indices = await unlike(runtime, candidates, number, purpose=Purpose.EVALUATION)
+    trained_params, candidates, anchors, anchor_values = _split_tensors(model, consensus)
+    indices = await find_unequal(runtime, candidates, number, purpose=Purpose.EVALUATION)
     means = [tensor.detach() for tensor in (*trained_params, *(candidates[index] for index in indices))]
     anchor_data = [tensor.detach() for tensor in anchors]
     saved_values = [tensor.clone() for tensor in (*means, *anchor_data)]
     await average(runtime, means, number, Purpose.EVALUATION, first_part=1)
-    load(anchor_data, anchor_values)
+    load_values(anchor_data, anchor_values)
     try:
         yield
     finally:
-        load([*means, *anchor_data], saved_values)
+        load_values([*means, *anchor_data], saved_values)
 
 
-def _differing(
-    model: nn.Module, stands: Mapping[str, Tensor] | None
+def _split_tensors(
+    model: nn.Module, consensus: Mapping[str, Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Splits a model's tensors by how replicas reach equal values.
 
@@ -75,9 +75,9 @@ def _differing(
     parameters = dict(model.named_parameters())
     trained_params: list[Tensor] = [p for p in parameters.values() if p.requires_grad]
     frozen_params = [p for p in parameters.values() if not p.requires_grad]
-    consensus_values = stands or {}
+    consensus_values = consensus or {}
     return (
-        trained_params if stands is None else [],
+        trained_params if consensus is None else [],
         [tensor for tensor in (*model.buffers(), *frozen_params) if _has_mean(tensor)],
         [parameters[name] for name in consensus_values],
         list(consensus_values.values()),
@@ -95,8 +95,8 @@ async def evaluate(
     data: Dataset,
     step: int,
     *,
-    stands: Mapping[str, Tensor] | None,
-    goes_on: bool,
+    consensus: Mapping[str, Tensor] | None,
+    is_concurrent: bool,
     seed: int,
     device: torch.device,
 ) -> Score:
@@ -117,12 +117,12 @@ async def evaluate(
       device: Device of the model.
     """
     comm = runtime.comm
-    random = RandomState.of(workload, derive(seed, "evaluation", step, comm.rank), device)
+    random = RandomState.from_workload(workload, derive_seed(seed, "evaluation", step, comm.rank), device)
 
-    means, candidates, anchors, anchor_values = _differing(model, stands)
+    means, candidates, anchors, anchor_values = _split_tensors(model, consensus)
     tensors = [*means, *anchors]
-    if goes_on and (tensors or candidates):
-        tensors += _others(model, tensors)
+    if is_concurrent and (tensors or candidates):
+        tensors += _list_other_tensors(model, tensors)
     values = [tensor.detach().clone() for tensor in tensors]
     anchor_copies = values[len(means) : len(means) + len(anchors)]
     for value, anchor_value in zip(anchor_copies, anchor_values, strict=True):
@@ -130,8 +130,8 @@ async def evaluate(
     to_average = values[: len(means)]
     snapshots = dict(zip(map(id, tensors), values, strict=True))
     candidate_values = [snapshots.get(id(tensor), tensor) for tensor in candidates]
-    for index in await unlike(runtime, candidate_values, step, purpose=Purpose.EVALUATION):
-        if not goes_on:
+    for index in await find_unequal(runtime, candidate_values, step, purpose=Purpose.EVALUATION):
+        if not is_concurrent:
             tensors.append(candidates[index])
             values.append(candidates[index].detach().clone())
             candidate_values[index] = values[-1]
@@ -140,20 +140,20 @@ async def evaluate(
 
     def score(share: Tensor) -> Tensor:
         random.install()
-        with _holding(tensors, values):
-            return _score(workload, model, data, share, device)
+        with _swap_values(tensors, values):
+            return _score_samples(workload, model, data, share, device)
 
-    total = await _shared_out(runtime, torch.arange(len(data)), score, step)
+    total = await _sum_scores(runtime, torch.arange(len(data)), score, step)
     loss, count, *_ = total.tolist()
     metric_of = getattr(workload, "metric_of", None)
     metric = total[2].item() / count if metric_of is None else metric_of(total[2:])
     return Score(float(metric), loss / count)
 
 
-async def _shared_out(runtime: Runtime, ids: Tensor, score: Callable[[Tensor], Tensor], step: int) -> Tensor:
+async def _sum_scores(runtime: Runtime, ids: Tensor, score: Callable[[Tensor], Tensor], step: int) -> Tensor:
     """Sums the scores of all ids, a share for each replica; remaining replicas rescore the shares of lost ones."""
     comm, part = runtime.comm, 0
-    ranks = range(comm.size) if runtime.elastic is None else runtime.elastic.at(step - 1).ranks
+    ranks = range(comm.size) if runtime.elastic is None else runtime.elastic.find_change(step - 1).ranks
     shares = dict(zip(ranks, ids.tensor_split(len(ranks)), strict=True))
     total: Tensor | float = 0.0
     while True:
@@ -161,7 +161,7 @@ async def _shared_out(runtime: Runtime, ids: Tensor, score: Callable[[Tensor], T
         sums = await runtime.compute(Cost("evaluate", len(share)), partial(score, share))
         presence = torch.zeros(0 if runtime.elastic is None else comm.size, dtype=sums.dtype)
         presence[comm.rank : comm.rank + 1] = 1
-        _, totals = await sum_everywhere(
+        _, totals = await sum_over_ranks(
             runtime, torch.empty(0), torch.cat([sums, presence]), step, part=part, purpose=Purpose.EVALUATION
         )
         total = total + totals[: len(sums)]
@@ -170,17 +170,17 @@ async def _shared_out(runtime: Runtime, ids: Tensor, score: Callable[[Tensor], T
         if not sum(map(len, missing)):
             return total
         shares = dict(zip(present_ranks, torch.cat(missing).tensor_split(len(present_ranks)), strict=True))
-        part = part + 1 if part else _AGAIN
+        part = part + 1 if part else _RETRY_PART
 
 
-def _others(model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _list_other_tensors(model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Lists the tensors of a model's state that are not among ``tensors``."""
     excluded_ids = {id(tensor) for tensor in tensors}
     return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in excluded_ids]
 
 
 @contextmanager
-def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+def _swap_values(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
     """Replaces the values of tensors inside the context; a pending backward pass does not notice."""
     saved_values = [tensor.data for tensor in tensors]
     try:
@@ -193,7 +193,7 @@ def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[No
 
 
 @contextmanager
-def _forward_once(model: nn.Module) -> Iterator[None]:
+def _cache_forward(model: nn.Module) -> Iterator[None]:
     """Caches the last output for identical inputs, so that loss and metric share one forward pass."""
     forward, instance_forward = model.forward, vars(model).get("forward")
     inputs: tuple[Any, ...] | None = None
@@ -216,13 +216,15 @@ def _forward_once(model: nn.Module) -> Iterator[None]:
             vars(model)["forward"] = instance_forward
 
 
-def _score(workload: Workload, model: nn.Module, data: Dataset, ids: Tensor, device: torch.device) -> Tensor:
+def _score_samples(
+    workload: Workload, model: nn.Module, data: Dataset, ids: Tensor, device: torch.device
+) -> Tensor:
     model.eval()
     sums = torch.zeros((), dtype=torch.float64, device=device)
-    with torch.no_grad(), _forward_once(model):
+    with torch.no_grad(), _cache_forward(model):
         for part in ids.split(BATCH):
-            batch = batch_on(data.take(part, train=False), device)
-            metric = workload.metric(model, batch).double().sum(dim=0).reshape(-1)
-            loss = workload.loss(model, batch).double().sum().reshape(1)
+            batch = move_batch(data.take(part, train=False), device)
+            metric = workload.compute_metrics(model, batch).double().sum(dim=0).reshape(-1)
+            loss = workload.compute_losses(model, batch).double().sum().reshape(1)
             sums = sums + torch.cat([loss, loss.new_tensor([len(part)]), metric])
     return sums.cpu()

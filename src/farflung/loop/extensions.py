@@ -9,34 +9,34 @@ from typing_extensions import override
 from farflung.engine.extension import Extension, StepResult
 from farflung.engine.metadata import StepMetadata
 from farflung.engine.plan import Arrival
-from farflung.loop.members import Parts
+from farflung.loop.components import Components
 from farflung.telemetry import Telemetry
-from farflung.types import Elastic, Runtime
+from farflung.types import ElasticMembership, Runtime
 
-__all__ = ["Joins", "StepNumbers", "Trace"]
+__all__ = ["ExchangeTrace", "JoinHandler", "StepMetrics"]
 
 
-class StepNumbers(Extension):
+class StepMetrics(Extension):
     """Extension that adds metadata of a recipe's components to a step's, and its samples if batch sizes differ."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = (parts.stream, parts.sampler, parts.sharing)
-        self._is_even = parts.even
+    def __init__(self, components: Components) -> None:
+        self._components = (components.stream, components.sampler, components.sharing)
+        self._has_even_batches = components.has_even_batches
 
     @property
     @override
     def names(self) -> Sequence[str]:
-        return tuple(self.metadata(StepMetadata(0.0, 0.0)))
+        return tuple(self.report_metadata(StepMetadata(0.0, 0.0)))
 
     @override
-    def metadata(self, own: StepMetadata) -> Mapping[str, float]:
-        numbers = {} if self._is_even else {"samples": float(own.samples)}
-        for part in self._parts:
+    def report_metadata(self, metadata: StepMetadata) -> Mapping[str, float]:
+        numbers = {} if self._has_even_batches else {"samples": float(metadata.samples)}
+        for part in self._components:
             numbers.update(part.report_metadata())
         return numbers
 
 
-class Joins(Extension):
+class JoinHandler(Extension):
     """Extension that publishes the state of the run for joining replicas, and reports changes of members.
 
     Args:
@@ -46,35 +46,38 @@ class Joins(Extension):
     """
 
     def __init__(
-        self, runtime: Runtime, telemetry: Telemetry, offer: Callable[[Elastic, int], Awaitable[None]]
+        self,
+        runtime: Runtime,
+        telemetry: Telemetry,
+        offer_state: Callable[[ElasticMembership, int], Awaitable[None]],
     ) -> None:
-        self._runtime, self._telemetry, self._offer = runtime, telemetry, offer
+        self._runtime, self._telemetry, self._offer_state = runtime, telemetry, offer_state
         self._num_reported = 1
 
     @override
-    async def before_step(self, step: int) -> None:
+    async def prepare_step(self, step: int) -> None:
         elastic = self._runtime.elastic
-        if elastic is not None and elastic.begin_step(step):
-            await self._offer(elastic, step)
+        if elastic is not None and elastic.should_publish_state(step):
+            await self._offer_state(elastic, step)
 
     @override
-    async def after_step(self, result: StepResult) -> None:
+    async def finish_step(self, result: StepResult) -> None:
         changes = () if self._runtime.elastic is None else self._runtime.elastic.changes
         for change in changes[self._num_reported :]:
             self._telemetry.emit(
                 "view",
-                t=change.t,
+                t=change.time_s,
                 step=change.step,
                 view=change.view,
                 members=list(change.ranks),
-                joined=list(change.joined),
-                lost=list(change.lost),
-                again=list(change.again),
+                joined=list(change.joined_ranks),
+                lost=list(change.lost_ranks),
+                again=list(change.repeated_steps),
             )
         self._num_reported = max(self._num_reported, len(changes))
 
 
-class Trace(Extension):
+class ExchangeTrace(Extension):
     """Extension that emits an event for each exchange that has arrived.
 
     Args:
@@ -83,17 +86,17 @@ class Trace(Extension):
     """
 
     def __init__(self, telemetry: Telemetry, runtime: Runtime) -> None:
-        self._telemetry, self._now = telemetry, runtime.now
+        self._telemetry, self._read_clock = telemetry, runtime.read_clock
 
     @override
-    def on_arrival(self, arrivals: Sequence[Arrival]) -> None:
+    def handle_arrivals(self, arrivals: Sequence[Arrival]) -> None:
         for flight, _, _ in arrivals:
             self._telemetry.emit(
                 "exchange",
-                t=self._now() if flight.ended_s is None else flight.ended_s,
+                t=self._read_clock() if flight.end_s is None else flight.end_s,
                 step=flight.step,
-                due_step=flight.due_step,
+                due_step=flight.merge_step,
                 bucket=flight.unit.number,
-                began_s=flight.began_s,
+                began_s=flight.start_s,
                 bytes_sent=flight.channel.sent_nbytes,
             )

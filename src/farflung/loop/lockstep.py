@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from farflung.data import InMemory, NoSharing
-from farflung.sampling import Uniform
+from farflung.sampling import UniformSampler
 from farflung.schedules import Synchronous
 from farflung.types import Sampler, Schedule, Sharing, Stream
 
-__all__ = ["Lockstep", "keep_once"]
+__all__ = ["Lockstep", "share_parameters"]
 
 
-class _Parts(Protocol):
+class _Components(Protocol):
     @property
     def schedule(self) -> Schedule: ...
     @property
@@ -33,10 +33,10 @@ class _Replica(Protocol):
     lockstep: Lockstep | None
 
     @property
-    def parts(self) -> _Parts: ...
+    def components(self) -> _Components: ...
 
 
-def keep_once(replicas: Sequence[_Replica]) -> bool:
+def share_parameters(replicas: Sequence[_Replica]) -> bool:
     """Shares one copy of parameters and optimizer among the replicas of a virtual world, if that changes no bit.
 
     Under the synchronous schedule every replica applies the same mean to the same parameters. No replica steps before
@@ -56,7 +56,7 @@ def keep_once(replicas: Sequence[_Replica]) -> bool:
     first = list(replicas[0].model.parameters())
     for replica in replicas:
         pairs = zip(first, replica.model.parameters(), strict=True)
-        if not _in_step(replica.parts) or not all(torch.equal(a, b) for a, b in pairs):
+        if not _can_share(replica.components) or not all(torch.equal(a, b) for a, b in pairs):
             return False
     lockstep = Lockstep(replicas[0].model)
     for replica in replicas:
@@ -66,10 +66,13 @@ def keep_once(replicas: Sequence[_Replica]) -> bool:
     return True
 
 
-def _in_step(parts: _Parts) -> bool:
+def _can_share(components: _Components) -> bool:
     """Returns True if only the step itself reads the parameters, and replicas wait for messages alone."""
-    kinds = [type(part) for part in (parts.schedule, parts.sampler, parts.stream, parts.sharing)]
-    return kinds == [Synchronous, Uniform, InMemory, NoSharing]
+    kinds = [
+        type(part)
+        for part in (components.schedule, components.sampler, components.stream, components.sharing)
+    ]
+    return kinds == [Synchronous, UniformSampler, InMemory, NoSharing]
 
 
 class Lockstep:
@@ -81,16 +84,16 @@ class Lockstep:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._next = 0
+        self._next_step = 0
 
-    def take(self, parameters: Iterable[nn.Parameter], step: int) -> list[nn.Parameter]:
+    def take_gradients(self, parameters: Iterable[nn.Parameter], step: int) -> list[nn.Parameter]:
         """Returns the optimizer's parameters with this replica's gradients if it is first at a step, else [].
 
         The optimizer's own replica has already used its gradients, or has not merged them yet.
         """
-        if step < self._next:
+        if step < self._next_step:
             return []
-        self._next = step + 1
+        self._next_step = step + 1
         shared_parameters = list(self._model.parameters())
         for target, source in zip(shared_parameters, parameters, strict=True):
             target.grad = source.grad

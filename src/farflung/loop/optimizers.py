@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from farflung.config import Training
-from farflung.moments import kind_of
+from farflung.moments import get_optimizer_name
 from farflung.rates import Constant
-from farflung.spec import text_of
+from farflung.spec import format_spec
 from farflung.types import Json, RateSchedule, State
 
 __all__ = [
+    "describe_optimizer",
+    "get_optimizer_state",
     "load_optimizer_state",
-    "optimizer_settings",
-    "optimizer_state",
     "set_rate",
 ]
 
@@ -44,45 +44,45 @@ def set_rate(
     """
     if rates == Constant() and scale is None:
         return None
-    if rates.by == "steps":
-        factor = rates.factor(step, training.steps)
+    if rates.progress_unit == "steps":
+        factor = rates.compute_factor(step, training.steps)
     else:
-        factor = rates.factor(samples, training.steps * training.batch_size * size)
+        factor = rates.compute_factor(samples, training.steps * training.batch_size * size)
     rate = training.learning_rate * factor * (1.0 if scale is None else scale)
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate
 
 
-def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Json]:
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Json]:
     """Returns class and settings of an optimizer by name, with a list entry for each group, to compare ranks.
 
     Settings of the implementation (``fused`` and the like) are left out, since they may differ between machines.
     """
     groups = optimizer.param_groups
-    names = sorted({name for group in groups for name in group} - {"params", *_WAYS})
+    names = sorted({name for group in groups for name in group} - {"params", *_IMPLEMENTATION_SETTINGS})
     settings: dict[str, Json] = {
-        f"optimizer's {name}": [_plain(group.get(name)) for group in groups] for name in names
+        f"optimizer's {name}": [_convert_to_json(group.get(name)) for group in groups] for name in names
     }
-    return {"optimizer": kind_of(optimizer), **settings}
+    return {"optimizer": get_optimizer_name(optimizer), **settings}
 
 
-_WAYS = frozenset({"capturable", "differentiable", "foreach", "fused", "param_names"})
+_IMPLEMENTATION_SETTINGS = frozenset({"capturable", "differentiable", "foreach", "fused", "param_names"})
 
 
-def _plain(value: object) -> Json:
+def _convert_to_json(value: object) -> Json:
     """Converts a setting to JSON; a tensor of one number becomes that number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, tuple | list):
-        return [_plain(entry) for entry in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else text_of(value)
+        return [_convert_to_json(entry) for entry in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else format_spec(value)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> State:
+def get_optimizer_state(optimizer: torch.optim.Optimizer) -> State:
     """Returns the optimizer's state of each parameter, by number, without the settings."""
     return {
-        "kind": kind_of(optimizer),
+        "kind": get_optimizer_name(optimizer),
         "state": {str(index): dict(entry) for index, entry in optimizer.state_dict()["state"].items()},
     }
 

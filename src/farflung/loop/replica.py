@@ -15,27 +15,27 @@ from farflung.comm import Purpose
 from farflung.config import Training
 from farflung.data import Holding
 from farflung.engine.accumulated import AccumulatedGradient
-from farflung.engine.averaging import sum_everywhere
+from farflung.engine.averaging import sum_over_ranks
 from farflung.engine.buckets import GradientBuckets
 from farflung.engine.engine import Engine
 from farflung.engine.extension import Extension, StepResult
-from farflung.engine.flight import without_contributions
+from farflung.engine.flight import zero_contributions
 from farflung.engine.metadata import StepMetadata
-from farflung.engine.placement import HOST, batch_on, wait_for
+from farflung.engine.placement import HOST, move_batch, synchronize
 from farflung.engine.plan import StepOutcome
 from farflung.errors import ConfigError, StateOutdated
+from farflung.loop.batch_loader import BatchLoader
 from farflung.loop.checkpoint import Checkpoints
-from farflung.loop.drawing import Drawing
-from farflung.loop.evaluation import Score, averaged, evaluate
-from farflung.loop.extensions import Joins, StepNumbers, Trace
-from farflung.loop.keeping import BackgroundTasks, Keeping
+from farflung.loop.checkpointer import BackgroundTasks, Checkpointer
+from farflung.loop.components import Components
+from farflung.loop.evaluation import Score, apply_consensus, evaluate
+from farflung.loop.extensions import ExchangeTrace, JoinHandler, StepMetrics
 from farflung.loop.lockstep import Lockstep
-from farflung.loop.members import Parts
 from farflung.loop.optimizers import set_rate
 from farflung.loop.stopping import STOP, StopAgreement
 from farflung.loop.summary import Leg, Summary, TimeSplit
-from farflung.sampling.scoring import scores_of
-from farflung.seeding import RandomState, derive, generator
+from farflung.sampling.scoring import score_batch
+from farflung.seeding import RandomState, create_generator, derive_seed
 from farflung.state_trees import pack_tree, unpack_tree
 from farflung.tasks import Pending
 from farflung.telemetry import Telemetry
@@ -44,8 +44,7 @@ from farflung.types import (
     Cost,
     Dataset,
     Decision,
-    Elastic,
-    Feed,
+    ElasticMembership,
     Json,
     RateSchedule,
     Reducer,
@@ -54,9 +53,10 @@ from farflung.types import (
     Sampler,
     Samples,
     Schedule,
-    ScoredBy,
-    Sent,
+    ScoreKind,
+    SentBytes,
     State,
+    StreamContext,
     TensorSpec,
     Workload,
 )
@@ -64,7 +64,7 @@ from farflung.types import (
 __all__ = ["Replica"]
 
 
-def _never() -> bool:
+def _has_no_stop_request() -> bool:
     return False
 
 
@@ -91,81 +91,83 @@ class Replica:
     runtime: Runtime
     workload: Workload
     training: Training
-    parts: Parts
+    components: Components
     telemetry: Telemetry
     checkpoints: Checkpoints | None = None
-    stop_asked: Callable[[], bool] = _never
+    is_stop_requested: Callable[[], bool] = _has_no_stop_request
     share: SampleIds | None = None
-    trace: bool = False
+    should_trace: bool = False
     device: torch.device = HOST
     lockstep: Lockstep | None = field(init=False, default=None)
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
-    step_done: int = field(init=False, default=0)
+    completed_steps: int = field(init=False, default=0)
     time_s: TimeSplit = field(init=False, default_factory=TimeSplit)
-    _train: Dataset = field(init=False)
-    _test: Dataset = field(init=False)
-    held: Holding | None = field(init=False, default=None)
+    _train_set: Dataset = field(init=False)
+    _test_set: Dataset = field(init=False)
+    holding: Holding | None = field(init=False, default=None)
     _source: Samples = field(init=False)
-    drawing: Drawing = field(init=False)
-    accumulated: AccumulatedGradient = field(init=False)
+    batch_loader: BatchLoader = field(init=False)
+    accumulated_gradient: AccumulatedGradient = field(init=False)
     _extensions: list[Extension] = field(init=False, default_factory=list)
     _random: RandomState = field(init=False)
     buckets: GradientBuckets = field(init=False)
     engine: Engine = field(init=False)
-    _stop: StopAgreement = field(init=False)
-    _rates: RateSchedule = field(init=False)
+    _stop_agreement: StopAgreement = field(init=False)
+    _rate_schedule: RateSchedule = field(init=False)
     _rate: float | None = field(init=False, default=None)
     """Learning rate of this step, if the rate changes."""
-    _samples: int = field(init=False, default=0)
-    _begin: float = field(init=False, default=0.0)
+    _num_samples: int = field(init=False, default=0)
+    _begin_s: float = field(init=False, default=0.0)
     """Time at which this leg of the run began."""
-    _from_step: int = field(init=False, default=0)
+    _first_step: int = field(init=False, default=0)
     """Number of steps completed before this leg."""
-    _before: Leg = field(init=False, default_factory=lambda: Leg(0, 0.0, TimeSplit()))
+    _earlier_legs: Leg = field(init=False, default_factory=lambda: Leg(0, 0.0, TimeSplit()))
     """Time of earlier legs up to the checkpoint that was resumed."""
-    _sent_before: Mapping[str, list[int]] = field(init=False, default_factory=dict)
+    _earlier_sent: Mapping[str, list[int]] = field(init=False, default_factory=dict)
     """Bytes that had been sent when the resumed checkpoint was written."""
     _background: BackgroundTasks = field(init=False)
-    _keeping: Keeping = field(init=False)
+    _checkpointer: Checkpointer = field(init=False)
 
     def __post_init__(self) -> None:
         comm, seed = self.runtime.comm, self.training.seed
-        self._train, self._test = self.workload.datasets()
-        if comm.size > len(self._train):
+        self._train_set, self._test_set = self.workload.load_datasets()
+        if comm.size > len(self._train_set):
             raise ConfigError(
-                f"{comm.size} replicas for {len(self._train)} training samples of {self.workload.name}: "
+                f"{comm.size} replicas for {len(self._train_set)} training samples of {self.workload.name}: "
                 "use at most one replica per sample"
             )
         share_of_mean: float | None = None
         if self.share is not None:
             if not len(self.share):
                 raise ConfigError(f"replica {comm.rank} has no training sample: choose another --partition")
-            share_of_mean = len(self.share) * comm.size / len(self._train)
-            self._train = self.held = Holding(self._train, self.share)
-        components = self.parts
-        if components.sampler.needs_scores and components.stream.everything and self.share is None:
+            share_of_mean = len(self.share) * comm.size / len(self._train_set)
+            self._train_set = self.holding = Holding(self._train_set, self.share)
+        components = self.components
+        if components.sampler.needs_scores and components.stream.has_random_access and self.share is None:
             raise ConfigError(
                 f"sampler {type(components.sampler).__name__} picks from a replica's own samples: give each a share "
                 "(--partition iid)"
             )
-        self._source = components.stream.open(
-            Feed(
-                self._train,
+        self._source = components.stream.start(
+            StreamContext(
+                self._train_set,
                 comm.rank,
                 comm.size,
                 self.share is None,
                 self.training.batch_size,
                 seed,
-                self.runtime.decide_own,
+                self.runtime.decide_locally,
             )
         )
-        self.model = self.workload.model(generator(seed, "model")).to(self.device)
+        self.model = self.workload.build_model(create_generator(seed, "model")).to(self.device)
         self.optimizer = self.training.make_optimizer(self.model.parameters())
-        self._rates = self.training.make_rates()
-        self._random = RandomState.of(self.workload, derive(seed, "replica", comm.rank), self.device)
+        self._rate_schedule = self.training.make_rate_schedule()
+        self._random = RandomState.from_workload(
+            self.workload, derive_seed(seed, "replica", comm.rank), self.device
+        )
         self.buckets = GradientBuckets(self.model.named_parameters(), components.bucket_nbytes)
-        self._stop = StopAgreement(self.runtime, self.stop_asked)
+        self._stop_agreement = StopAgreement(self.runtime, self.is_stop_requested)
         self.engine = Engine(
             self.runtime,
             self.buckets,
@@ -176,55 +178,58 @@ class Replica:
             on_nonfinite=self.training.on_nonfinite,
             steps=self.training.steps,
         )
-        self.accumulated = AccumulatedGradient(self.model)
-        self.drawing = Drawing(
+        self.accumulated_gradient = AccumulatedGradient(self.model)
+        self.batch_loader = BatchLoader(
             self.runtime,
             components,
             self._source,
-            len(self._train),
+            len(self._train_set),
             share_of_mean,
             self.training.batch_size,
             self._random,
         )
-        self._extensions = [StepNumbers(components), Joins(self.runtime, self.telemetry, self._offer_state)]
+        self._extensions = [
+            StepMetrics(components),
+            JoinHandler(self.runtime, self.telemetry, self._offer_state),
+        ]
         for part in (components.sharing, components.schedule, components.sampler):
-            self._extensions += part.extensions(self)
-        if self.trace:
-            self._extensions.append(Trace(self.telemetry, self.runtime))
+            self._extensions += part.build_extensions(self)
+        if self.should_trace:
+            self._extensions.append(ExchangeTrace(self.telemetry, self.runtime))
         self.engine.extend(*self._extensions)
         self._background = BackgroundTasks(self.runtime, self.engine, self.time_s)
-        self._keeping = Keeping(
+        self._checkpointer = Checkpointer(
             self.workload.name,
             self.training,
             self.model,
             self.optimizer,
             self._random,
-            self.drawing,
+            self.batch_loader,
             self.engine,
             self._extensions,
             self.share,
         )
-        if components.scales and not components.schedule.moves_gradients:
+        if components.has_rate_scaling and not components.schedule.is_gradient_only:
             raise ConfigError(
-                f"--scaling: under {type(self.parts.schedule).__name__} the optimizer steps before it is known how "
+                f"--scaling: under {type(self.components.schedule).__name__} the optimizer steps before it is known how "
                 "many samples all replicas took: leave it out, or choose another --schedule"
             )
 
     @property
     def schedule(self) -> Schedule:
-        return self.parts.schedule
+        return self.components.schedule
 
     @property
     def reducer(self) -> Reducer:
-        return self.parts.reducer
+        return self.components.reducer
 
     @property
     def sampler(self) -> Sampler:
-        return self.parts.sampler
+        return self.components.sampler
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Requests all replicas to stop, before the end of this step; callable from any thread."""
-        self._stop.ask()
+        self._stop_agreement.request_stop()
 
     @property
     def bucket_specs(self) -> list[TensorSpec]:
@@ -236,7 +241,7 @@ class Replica:
         """Payload bytes sent so far in exchanges that have ended."""
         return (
             self.engine.sent_nbytes
-            + self.drawing.sent_nbytes
+            + self.batch_loader.sent_nbytes
             + sum(extension.sent_nbytes for extension in self._extensions)
         )
 
@@ -252,45 +257,47 @@ class Replica:
         try:
             return await self._run()
         finally:
-            self.parts.stream.close()
+            self.components.stream.close()
 
     async def _run(self) -> Summary:
-        if self.runtime.elastic is not None and self.runtime.elastic.joins:
-            self._stop.listen(-1)
+        if self.runtime.elastic is not None and self.runtime.elastic.is_joining:
+            self._stop_agreement.listen(-1)
             await self._join()
-        stop_step = self.runtime.decisions.first_replayed(STOP, self.step_done)
+        stop_step = self.runtime.decisions.find_replayed_step(STOP, self.completed_steps)
         if stop_step is not None:
-            self._stop.replay(stop_step)
-        self._stop.listen(self.step_done)
-        begin = self._begin = self.runtime.now()
-        self._from_step = self.step_done
+            self._stop_agreement.replay(stop_step)
+        self._stop_agreement.listen(self.completed_steps)
+        begin = self._begin_s = self.runtime.read_clock()
+        self._first_step = self.completed_steps
         is_stopped, pending_score = False, None
         device_field = {} if self.device == HOST else {"device": str(self.device)}
-        self.telemetry.emit("begin", t=begin, step=self.step_done, steps=self.training.steps, **device_field)
-        while self.step_done < self.training.steps and not is_stopped:
+        self.telemetry.emit(
+            "begin", t=begin, step=self.completed_steps, steps=self.training.steps, **device_field
+        )
+        while self.completed_steps < self.training.steps and not is_stopped:
             await self.step()
-            is_finished = self.step_done == self.training.steps
-            is_stopped = not is_finished and await self._stop.is_last(self.step_done - 1)
+            is_finished = self.completed_steps == self.training.steps
+            is_stopped = not is_finished and await self._stop_agreement.is_last(self.completed_steps - 1)
             if is_stopped and self.runtime.comm.rank == 0:
-                self.runtime.decisions.record(Decision(STOP, self.step_done - 1, True, timing=False))
-            if is_stopped or is_finished or _is_due(self.step_done, self.training.checkpoint_every):
+                self.runtime.decisions.record(Decision(STOP, self.completed_steps - 1, True, timing=False))
+            if is_stopped or is_finished or _is_due(self.completed_steps, self.training.checkpoint_every):
                 await self.save()
             if is_finished:
                 await self.flush()
-            if is_finished or _is_due(self.step_done, self.training.evaluate_every):
-                pending_score = await self._evaluated()
+            if is_finished or _is_due(self.completed_steps, self.training.evaluate_every):
+                pending_score = await self._start_evaluation()
         if pending_score is None and not is_stopped:
-            pending_score = await self._evaluated()
+            pending_score = await self._start_evaluation()
         for extension in self._extensions:
             await extension.finish()
-        end, leg = self.runtime.now(), self._leg()
-        total = leg.after(self._before)
-        await self._background.end()
+        end, leg = self.runtime.read_clock(), self._build_leg()
+        total = leg.add_earlier(self._earlier_legs)
+        await self._background.wait()
         score = None if pending_score is None else pending_score.result()
         sent = await self.runtime.launch(self._count_sent())
         summary = Summary(
-            steps=self.step_done,
-            samples=self._samples,
+            steps=self.completed_steps,
+            samples=self._num_samples,
             final_accuracy=None if score is None else score.metric,
             final_loss=None if score is None else score.loss,
             bytes_sent=self.sent_nbytes,
@@ -298,9 +305,9 @@ class Replica:
             schedule_nbytes=self.engine.peak_nbytes,
             duration_s=total.duration_s,
             time_s=total.time_s,
-            stopped=is_stopped,
+            is_stopped=is_stopped,
             reducer=self.engine.reducer_states.report(),
-            sampling=self.parts.sampler.report(),
+            sampling=self.components.sampler.report(),
             last_leg=leg if leg.from_step else None,
         )
         self.telemetry.emit("end", t=end, **summary.to_json())
@@ -312,60 +319,60 @@ class Replica:
         Excludes exchanges in flight, as :attr:`sent_nbytes` does, and messages that measured the network before the
         run.
         """
-        sent = Sent(self.runtime.comm.size, self._sent_before)
-        sent.add_all(self.runtime.comm.sent)
-        if self.runtime.off_clock is not None:
-            sent.add_all(self.runtime.off_clock.comm.sent)
+        sent = SentBytes(self.runtime.comm.size, self._earlier_sent)
+        sent.add_all(self.runtime.comm.sent_bytes)
+        if self.runtime.untimed is not None:
+            sent.add_all(self.runtime.untimed.comm.sent_bytes)
         in_flight = [flight.channel for flight in self.engine.flights]
         for extension in self._extensions:
             in_flight += extension.channels
         for channel in in_flight:
-            sent.add(channel.kind, -channel.sent)
+            sent.add(channel.kind, -channel.sent_counts)
         return {kind: counts for kind, counts in sent.to_json().items() if kind != Purpose.MEASURE.kind}
 
-    def _leg(self) -> Leg:
+    def _build_leg(self) -> Leg:
         """Builds the time split of this leg so far.
 
         The remainder is reported only if it exceeds rounding error. The parts of a step are a dozen differences and
         sums of times, each off by at most half of the clock's last place.
         """
-        end, times = self.runtime.now(), self.time_s
-        duration_s, steps = end - self._begin, self.step_done - self._from_step
+        end, times = self.runtime.read_clock(), self.time_s
+        duration_s, steps = end - self._begin_s, self.completed_steps - self._first_step
         accounted_s = math.fsum(
             (times.compute, times.exposed_communication, times.data_wait, times.scoring, times.evaluation)
         )
         other_s, rounding_s = duration_s - accounted_s, 16 * (steps + 1) * math.ulp(end)
         return Leg(
-            self._from_step, duration_s, replace(times, other=other_s if abs(other_s) > rounding_s else 0.0)
+            self._first_step, duration_s, replace(times, other=other_s if abs(other_s) > rounding_s else 0.0)
         )
 
     async def step(self) -> StepOutcome:
         """Runs one step: batch, forward, backward with its exchanges, merge, optimizer, telemetry."""
-        read_clock, step = self.runtime.now, self.step_done
+        read_clock, step = self.runtime.read_clock, self.completed_steps
         begin_s = read_clock()
         for extension in self._extensions:
-            await extension.before_step(step)
+            await extension.prepare_step(step)
         self._set_rate(step)
         metadata, fetched_s = await self._compute(step)
         computed_s = read_clock()
         for extension in self._extensions:
-            await extension.while_waiting(step)
-        scored_s = read_clock() if self.parts.sampler.needs_scores else computed_s
-        has_gradient = await self.engine.settle()
+            await extension.use_wait(step)
+        scored_s = read_clock() if self.components.sampler.needs_scores else computed_s
+        has_gradient = await self.engine.merge_gradients()
         merged_s = read_clock()
         if has_gradient:
             self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
         self.buckets.clear()
         updated_s = read_clock()
-        outcome = await self.engine.finish(updated=has_gradient)
-        waited_s = self.engine.times.arrived_s - computed_s
+        outcome = await self.engine.finish_round(has_updated=has_gradient)
+        waited_s = self.engine.times.last_arrival_s - computed_s
         result = StepResult(step, metadata.samples, outcome, computed_s - fetched_s, waited_s)
-        if not self.parts.even:
+        if not self.components.has_even_batches:
             result.report["batch"] = metadata.samples
-        result.report.update(self.drawing.commit(step))
+        result.report.update(self.batch_loader.commit(step))
         for extension in self._extensions:
-            await extension.after_step(result)
+            await extension.finish_step(result)
         split = TimeSplit(
             (computed_s - fetched_s) + (updated_s - merged_s),
             (merged_s - scored_s) + (read_clock() - updated_s),
@@ -373,94 +380,99 @@ class Replica:
             scoring=scored_s - computed_s,
         )
         if self.runtime.elastic is not None:
-            self._samples += metadata.samples * self.runtime.elastic.counted(step)
-        elif self.parts.even:
-            self._samples += metadata.samples * self.runtime.comm.size
-        self._count(outcome)
-        self._record(metadata, result, split, begin_s)
-        self.step_done += 1
+            self._num_samples += metadata.samples * self.runtime.elastic.count_batches(step)
+        elif self.components.has_even_batches:
+            self._num_samples += metadata.samples * self.runtime.comm.size
+        self._count_samples(outcome)
+        self._record_step(metadata, result, split, begin_s)
+        self.completed_steps += 1
         return outcome
 
     async def _compute(self, step: int) -> tuple[StepMetadata, float]:
         """Draws a batch and runs forward and backward; returns metadata and the time when the samples had arrived."""
-        batch, weights = await self.drawing.batch(step)
-        fetched_s = self.runtime.now()
+        batch, weights = await self.batch_loader.load_batch(step)
+        fetched_s = self.runtime.read_clock()
         with ExitStack() as stack:
             for extension in self._extensions:
-                stack.enter_context(extension.computing(step))
+                stack.enter_context(extension.compute_context(step))
             loss, metadata = await self.runtime.compute(
                 Cost("forward", len(batch)), lambda: self.forward(batch, weights)
             )
-            self.engine.begin(step, metadata)
-            self.accumulated.load(len(batch))
-            await self.runtime.backward(
+            self.engine.begin_round(step, metadata)
+            self.accumulated_gradient.load_gradients(len(batch))
+            await self.runtime.run_backward(
                 Cost("backward", len(batch), self.buckets.numels),
                 lambda ready: self.backward(loss, ready),
-                self.engine.bucket_ready,
+                self.engine.handle_bucket,
             )
         return metadata, fetched_s
 
     async def _join(self) -> None:
         """Loads a snapshot of the run, and follows its steps until this replica becomes a member."""
-        elastic, is_member, first_step, begin_s = self.runtime.elastic, False, 0, self.runtime.now()
+        elastic, is_member, first_step, begin_s = self.runtime.elastic, False, 0, self.runtime.read_clock()
         assert elastic is not None
         while not is_member:
             with suppress(StateOutdated):
-                shared_state, optimizer, replica_state = map(unpack_tree, await elastic.given())
+                shared_state, optimizer, replica_state = map(unpack_tree, await elastic.receive_state())
                 shared_state["step"] = replica_state.pop("step")
                 shared_state["model"] = {**self.model.state_dict(), **shared_state["model"]}
-                self._keeping.take_over(
-                    shared_state, {**optimizer, **replica_state}, "the state of the run", self._go_on_from
+                self._checkpointer.restore_states(
+                    shared_state, {**optimizer, **replica_state}, "the state of the run", self._restore_counts
                 )
                 self.engine.restart(from_anchors=True)
-                first_step, received_s = self.step_done, self.runtime.now()
-                while await elastic.follows(self.step_done):
+                first_step, received_s = self.completed_steps, self.runtime.read_clock()
+                while await elastic.should_follow(self.completed_steps):
                     await self._follow(elastic)
                 is_member = True
         self.engine.restart(from_anchors=True)
-        end_s = self.runtime.now()
+        end_s = self.runtime.read_clock()
         self.telemetry.emit(
             "joined",
             t=end_s,
-            step=self.step_done,
+            step=self.completed_steps,
             duration_s=end_s - begin_s,
             state_s=received_s - begin_s,
-            followed=self.step_done - first_step,
-            nbytes=elastic.given_nbytes,
+            followed=self.completed_steps - first_step,
+            nbytes=elastic.join_nbytes,
         )
 
-    async def _follow(self, elastic: Elastic) -> None:
+    async def _follow(self, elastic: ElasticMembership) -> None:
         """Carries out a step from the results of its exchanges, without a contribution of this replica."""
-        step = self.step_done
+        step = self.completed_steps
         self._set_rate(step)
-        samples = await self.drawing.pick(step)
-        self.engine.begin(step, StepMetadata(math.nan, 0.0))
-        self.buckets.without_data(self.engine.bucket_ready)
-        has_gradient = await self.engine.settle()
+        samples = await self.batch_loader.pick(step)
+        self.engine.begin_round(step, StepMetadata(math.nan, 0.0))
+        self.buckets.fill_zeros(self.engine.handle_bucket)
+        has_gradient = await self.engine.merge_gradients()
         if has_gradient:
             self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
         self.buckets.clear()
-        outcome = await self.engine.finish(updated=has_gradient)
-        self.drawing.commit(step)
-        self._samples += samples * elastic.counted(step)
-        self._count(outcome)
-        self.step_done += 1
+        outcome = await self.engine.finish_round(has_updated=has_gradient)
+        self.batch_loader.commit(step)
+        self._num_samples += samples * elastic.count_batches(step)
+        self._count_samples(outcome)
+        self.completed_steps += 1
 
-    async def _offer_state(self, elastic: Elastic, step: int) -> None:
+    async def _offer_state(self, elastic: ElasticMembership, step: int) -> None:
         """Publishes the state of the run for replicas that join it."""
         exchanges = await self.runtime.launch(self.engine.state_dict())
-        counts: State = {"samples": self._samples, "sent": {}, "time": Leg(0, 0.0, TimeSplit()).to_json()}
-        shared_state, replica_state = self._keeping.state(step, exchanges, counts)
+        counts: State = {"samples": self._num_samples, "sent": {}, "time": Leg(0, 0.0, TimeSplit()).to_json()}
+        shared_state, replica_state = self._checkpointer.build_states(step, exchanges, counts)
         del replica_state["random"]
         replica_state["parameters"] = {}
-        replica_state["exchanges"] = without_contributions(replica_state["exchanges"])
-        replica_state["sampler"] = {**replica_state["sampler"], "latest": self.parts.sampler.latest()}
-        anchors = self.engine.anchor_parameters() or {}  # these are in the state of exchanges too
+        replica_state["exchanges"] = zero_contributions(replica_state["exchanges"])
+        replica_state["sampler"] = {
+            **replica_state["sampler"],
+            "latest": self.components.sampler.get_joiner_state(),
+        }
+        anchors = self.engine.get_anchor_parameters() or {}  # these are in the state of exchanges too
         shared_state["model"] = {name: t for name, t in shared_state["model"].items() if name not in anchors}
         replica_state["step"] = shared_state.pop("step")  # the remainder is equal in blocks of local steps
         optimizer = {"optimizer": replica_state.pop("optimizer")}
-        await elastic.offer(step, [pack_tree(part) for part in (shared_state, optimizer, replica_state)])
+        await elastic.publish_state(
+            step, [pack_tree(part) for part in (shared_state, optimizer, replica_state)]
+        )
 
     async def flush(self) -> None:
         """Merges exchanges in flight as later steps would; afterwards all replicas are equal.
@@ -474,31 +486,33 @@ class Replica:
             self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
 
-        self._count(await self.engine.flush(update))
+        self._count_samples(await self.engine.flush(update))
 
-    def _count(self, outcome: StepOutcome) -> None:
+    def _count_samples(self, outcome: StepOutcome) -> None:
         """Adds the samples of steps that all replicas have reported, if their batch sizes differ."""
-        if not self.parts.even:
-            self._samples += int(outcome.sums.get("samples", 0))
+        if not self.components.has_even_batches:
+            self._num_samples += int(outcome.sums.get("samples", 0))
 
-    def _set_rate(self, step: int, share: float = 1.0) -> None:
+    def _set_rate(self, step: int, weight_share: float = 1.0) -> None:
         self._rate = set_rate(
             self.optimizer,
             self.training,
-            self._rates,
+            self._rate_schedule,
             step=step,
-            samples=self._samples,
-            size=self._first_size,
-            scale=self.parts.scaling.factor(share) if self.parts.scales else None,
+            samples=self._num_samples,
+            size=self._initial_size,
+            scale=self.components.scaling.compute_factor(weight_share)
+            if self.components.has_rate_scaling
+            else None,
         )
 
     def _scale_rate(self, step: int) -> None:
         """Sets a step's learning rate by the weight of the gradient that the optimizer is about to apply."""
-        if self.parts.scales:
-            self._set_rate(step, self.engine.merged_weight / self._first_size)
+        if self.components.has_rate_scaling:
+            self._set_rate(step, self.engine.merged_weight / self._initial_size)
 
     @property
-    def _first_size(self) -> int:
+    def _initial_size(self) -> int:
         """Number of replicas at the start of the run."""
         elastic = self.runtime.elastic
         return self.runtime.comm.size if elastic is None else len(elastic.changes[0].ranks)
@@ -509,51 +523,51 @@ class Replica:
         """Returns the weighted mean loss, and the step's metadata."""
         self.model.train()
         self._random.install()
-        losses = self.workload.loss(self.model, batch_on(batch, self.device))
+        losses = self.workload.compute_losses(self.model, move_batch(batch, self.device))
         loss = losses.mean() if weights is None else (losses * weights.to(self.device)).mean()
-        share = self.accumulated.share(len(batch))
-        weight = self.drawing.weight(len(batch))
+        share = self.accumulated_gradient.compute_share(len(batch))
+        weight = self.batch_loader.compute_weight(len(batch))
         value = float(loss.detach())
         if share == 1.0:
             return loss, StepMetadata(value, weight, len(batch))
         return loss * share, StepMetadata(value, weight / share, len(batch))
 
-    def scorer(self, by: ScoredBy) -> Callable[[SampleIds], Tensor]:
+    def build_scorer(self, by: ScoreKind) -> Callable[[SampleIds], Tensor]:
         """Builds a function that scores samples under the current model and its own random state."""
-        seed = derive(self.training.seed, "score", self.step_done, self.runtime.comm.rank)
-        random = RandomState.of(self.workload, seed, self.device)
+        seed = derive_seed(self.training.seed, "score", self.completed_steps, self.runtime.comm.rank)
+        random = RandomState.from_workload(self.workload, seed, self.device)
 
         def score(ids: SampleIds) -> Tensor:
             random.install()
-            batch = self._source.prepare(self._source.rows(ids), train=False)
-            return scores_of(self.workload, self.model, batch_on(batch, self.device), by)
+            batch = self._source.prepare(self._source.get_rows(ids), train=False)
+            return score_batch(self.workload, self.model, move_batch(batch, self.device), by)
 
         return score
 
-    def losses(self) -> Callable[[SampleIds], Tensor]:
+    def build_loss_fn(self) -> Callable[[SampleIds], Tensor]:
         """Builds a function that computes losses of samples outside the batch, under its own random state."""
-        seed = derive(self.training.seed, "fill", self.step_done, self.runtime.comm.rank)
-        random = RandomState.of(self.workload, seed, self.device)
+        seed = derive_seed(self.training.seed, "fill", self.completed_steps, self.runtime.comm.rank)
+        random = RandomState.from_workload(self.workload, seed, self.device)
 
         def compute_losses(ids: SampleIds) -> Tensor:
             random.install()
-            batch = self._source.prepare(self._source.rows(ids), train=True)
+            batch = self._source.prepare(self._source.get_rows(ids), train=True)
             self.model.train()
-            return self.workload.loss(self.model, batch_on(batch, self.device))
+            return self.workload.compute_losses(self.model, move_batch(batch, self.device))
 
         return compute_losses
 
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         """Runs autograd, and calls ``ready`` for each bucket as it fills."""
         self._random.install()
-        self.buckets.backward(loss, ready)
-        wait_for(self.device)
+        self.buckets.run_backward(loss, ready)
+        synchronize(self.device)
 
     def update(self) -> None:
         """Clips the merged gradient if requested, and steps the optimizer."""
         parameters: Iterable[nn.Parameter] = self.model.parameters()
         if self.lockstep is not None:
-            parameters = self.lockstep.take(parameters, self.step_done)
+            parameters = self.lockstep.take_gradients(parameters, self.completed_steps)
             if not parameters:
                 return
         if self.training.clip_norm:
@@ -562,21 +576,21 @@ class Replica:
 
     async def evaluate(self) -> Score:
         """Returns loss and metric on the test set, equal on all replicas; each replica scores a share."""
-        return await (await self._evaluated())
+        return await (await self._start_evaluation())
 
-    async def _evaluated(self) -> Pending[Score]:
+    async def _start_evaluation(self) -> Pending[Score]:
         """Starts an evaluation; in an untimed runtime, training may continue during it."""
-        step, nbytes, is_concurrent = self.step_done, self.sent_nbytes, self.runtime.off_clock is not None
+        step, nbytes, is_concurrent = self.completed_steps, self.sent_nbytes, self.runtime.untimed is not None
 
         def run_evaluation(runtime: Runtime) -> Coroutine[Pending[Any], None, Score]:
             return evaluate(
                 runtime,
                 self.workload,
                 self.model,
-                self._test,
+                self._test_set,
                 step,
-                stands=self.engine.consensus_parameters(),
-                goes_on=is_concurrent,
+                consensus=self.engine.get_consensus_parameters(),
+                is_concurrent=is_concurrent,
                 seed=self.training.seed,
                 device=self.device,
             )
@@ -587,10 +601,12 @@ class Replica:
 
         return await self._background.run(run_evaluation, report_score)
 
-    async def trained(self) -> State:
+    async def get_consensus_state(self) -> State:
         """Returns the evaluated state, averaged where replicas differ; to be called once, after the run."""
         # The number after the last evaluation's, since exchange numbers are unique.
-        async with averaged(self.runtime, self.model, self.step_done + 1, self.engine.consensus_parameters()):
+        async with apply_consensus(
+            self.runtime, self.model, self.completed_steps + 1, self.engine.get_consensus_parameters()
+        ):
             return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     # --- checkpoints ------------------------------------------------------------------------------------------
@@ -604,14 +620,14 @@ class Replica:
             return await self.engine.state_dict(), await self._count_sent()
 
         exchanges, sent_counts = await self.runtime.launch(snapshot())
-        total_time = self._leg().after(self._before).to_json()
-        counts: State = {"samples": self._samples, "sent": sent_counts, "time": total_time}
+        total_time = self._build_leg().add_earlier(self._earlier_legs).to_json()
+        counts: State = {"samples": self._num_samples, "sent": sent_counts, "time": total_time}
         checkpoints = self.checkpoints
         if self.runtime.elastic is not None:
-            ranks = await _present(self.runtime, self.step_done)
-            checkpoints = checkpoints.among(ranks.index(self.runtime.comm.rank), len(ranks))
-        await self._keeping.save(
-            checkpoints, self.step_done, exchanges, counts, self._background, self.telemetry
+            ranks = await _gather_present_ranks(self.runtime, self.completed_steps)
+            checkpoints = checkpoints.with_ranks(ranks.index(self.runtime.comm.rank), len(ranks))
+        await self._checkpointer.save(
+            checkpoints, self.completed_steps, exchanges, counts, self._background, self.telemetry
         )
 
     def resume(self, step: int) -> None:
@@ -621,49 +637,51 @@ class Replica:
           CheckpointError: The checkpoint is damaged, or belongs to another model or share of the data.
         """
         assert self.checkpoints is not None
-        self._keeping.resume(self.checkpoints, step, self._go_on_from)
+        self._checkpointer.resume(self.checkpoints, step, self._restore_counts)
 
-    def _go_on_from(self, counted: State) -> None:
-        self.step_done, self._samples = counted["step"], counted["samples"]
-        self._sent_before = counted.get("sent", {})
-        self._before = Leg.from_state(counted["time"])
+    def _restore_counts(self, counts: State) -> None:
+        self.completed_steps, self._num_samples = counts["step"], counts["samples"]
+        self._earlier_sent = counts.get("sent", {})
+        self._earlier_legs = Leg.from_state(counts["time"])
 
-    def _record(self, metadata: StepMetadata, result: StepResult, split: TimeSplit, begin: float) -> None:
+    def _record_step(
+        self, metadata: StepMetadata, result: StepResult, split: TimeSplit, begin: float
+    ) -> None:
         """Adds a step to the times of the run, and emits its event."""
         total, outcome = self.time_s, result.outcome
         total.compute += split.compute
         total.exposed_communication += split.exposed_communication
         total.data_wait += split.data_wait
         total.scoring += split.scoring
-        end = self.runtime.now()
+        end = self.runtime.read_clock()
         self.telemetry.emit(
             "step",
             t=end,
-            step=self.step_done,
+            step=self.completed_steps,
             loss=metadata.loss if metadata.is_finite else None,
             nonfinite=outcome.num_nonfinite,
             mean_loss=None if outcome.stats is None else outcome.stats.loss,
             in_flight=len({flight.step for flight in self.engine.flights}),
-            samples=self._samples,
+            samples=self._num_samples,
             **result.report,
             bytes_sent=self.sent_nbytes,
             duration_s=end - begin,
             compute_s=split.compute,
             exposed_s=split.exposed_communication,
             data_s=split.data_wait,
-            **({"scoring_s": split.scoring} if self.parts.sampler.needs_scores else {}),
+            **({"scoring_s": split.scoring} if self.components.sampler.needs_scores else {}),
             **({} if self._rate is None else {"learning_rate": self._rate}),
         )
 
 
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
 
 
-async def _present(runtime: Runtime, step: int) -> list[int]:
+async def _gather_present_ranks(runtime: Runtime, step: int) -> list[int]:
     """Returns the ranks of all replicas that take part in a checkpoint, equal on all; lost ranks are excluded."""
     presence = torch.zeros(runtime.comm.size, dtype=torch.float64)
     presence[runtime.comm.rank] = 1
     empty = torch.empty(0)
-    _, totals = await sum_everywhere(runtime, empty, presence, step, part=1, purpose=Purpose.CHECKPOINT)
+    _, totals = await sum_over_ranks(runtime, empty, presence, step, part=1, purpose=Purpose.CHECKPOINT)
     return [int(rank) for rank in totals.nonzero()]

@@ -51,7 +51,7 @@ class Leg:
     duration_s: float
     time_s: TimeSplit
 
-    def after(self, earlier: Leg) -> Leg:
+    def add_earlier(self, earlier: Leg) -> Leg:
         return Leg(earlier.from_step, earlier.duration_s + self.duration_s, earlier.time_s + self.time_s)
 
     def to_json(self) -> dict[str, Json]:
@@ -82,7 +82,7 @@ class Summary:
     bytes_sent: int
     duration_s: float
     time_s: TimeSplit
-    stopped: bool
+    is_stopped: bool
     sent: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Bytes sent to each rank, by kind; see :class:`farflung.comm.Purpose`."""
     schedule_nbytes: int = 0
@@ -105,7 +105,7 @@ class Summary:
             "schedule_bytes_per_replica": self.schedule_nbytes,
             "duration_s": self.duration_s,
             "time_s": self.time_s.to_json(),
-            "stopped": self.stopped,
+            "stopped": self.is_stopped,
             **({"reducer": dict(self.reducer)} if self.reducer else {}),
             **({"sampling": dict(self.sampling)} if self.sampling else {}),
             **({} if self.last_leg is None else {"last_leg": self.last_leg.to_json()}),

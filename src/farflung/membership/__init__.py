@@ -1,60 +1,68 @@
 """Protocol of elastic training, by which members agree on the next view without a server.
 
-:class:`Member` is a state machine without sockets and clocks. A driver passes it events and carries out its effects,
+:class:`DeviceState` is a state machine without sockets and clocks. A driver passes it events and carries out its effects,
 in the same way on real machines and in virtual time. See ``docs/membership.md``.
 """
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
-    from farflung.membership.among import Among
-    from farflung.membership.elastic import Elastic
-    from farflung.membership.member import Certify, Driver, Member
-    from farflung.membership.messages import Certificate, Fact, Malformed, Message, MessageCodec, Report, Vote
-    from farflung.membership.supervision import SUPERVISOR, Page, certify
+    from farflung.membership.elastic import PaxosMembership
+    from farflung.membership.member import CertificateSigner, Driver, Member
+    from farflung.membership.messages import (
+        EndCertificate,
+        Fact,
+        MalformedMessage,
+        MemberReport,
+        Message,
+        MessageCodec,
+        Vote,
+    )
+    from farflung.membership.subgroup import Subgroup
+    from farflung.membership.supervision import SUPERVISOR, Page, announce_end
     from farflung.membership.views import (
         EXACT_MEMBERS,
-        Transfer,
+        Handover,
         View,
+        find_largest_connected,
+        find_reachable,
         is_majority,
-        largest_connected,
-        reachable,
     )
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
-            "among": "Among",
-            "elastic": "Elastic",
-            "member": "Certify Driver Member",
-            "messages": "Certificate Fact Malformed Message MessageCodec Report Vote",
-            "supervision": "SUPERVISOR Page certify",
-            "views": "EXACT_MEMBERS Transfer View is_majority largest_connected reachable",
+            "subgroup": "Subgroup",
+            "elastic": "PaxosMembership",
+            "member": "CertificateSigner Driver Member",
+            "messages": "EndCertificate Fact MalformedMessage Message MessageCodec MemberReport Vote",
+            "supervision": "SUPERVISOR Page announce_end",
+            "views": "EXACT_MEMBERS Handover View is_majority find_largest_connected find_reachable",
         },
     )
 
 __all__ = [
     "EXACT_MEMBERS",
     "SUPERVISOR",
-    "Among",
-    "Certificate",
-    "Certify",
+    "CertificateSigner",
     "Driver",
-    "Elastic",
+    "EndCertificate",
     "Fact",
-    "Malformed",
+    "Handover",
+    "MalformedMessage",
     "Member",
+    "MemberReport",
     "Message",
     "MessageCodec",
     "Page",
-    "Report",
-    "Transfer",
+    "PaxosMembership",
+    "Subgroup",
     "View",
     "Vote",
-    "certify",
+    "announce_end",
+    "find_largest_connected",
+    "find_reachable",
     "is_majority",
-    "largest_connected",
-    "reachable",
 ]

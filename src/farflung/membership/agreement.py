@@ -1,4 +1,4 @@
-"""Driver of :class:`Member` in a run that survives the loss of members, on the wall clock and in virtual time."""
+"""Driver of :class:`DeviceState` in a run that survives the loss of members, on the wall clock and in virtual time."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from farflung.comm import Started
-from farflung.comm.failure_detector import BUSY
-from farflung.errors import FarflungError, Left, RunLost, Suspended
-from farflung.membership.connections import PROBE, TAG, Connections, text_of, text_payload
+from farflung.comm import ExchangeHandle
+from farflung.comm.failure_detector import MAX_IDLE_DEADLINES
+from farflung.errors import FarflungError, ReplicaLeft, ReplicaSuspended, RunLost
+from farflung.membership.connections import PROBE, TAG, Connections, build_payload, read_payload
 from farflung.membership.exchanges import ExchangeLog
-from farflung.membership.giving import PLAN, WANT, StateGiver
+from farflung.membership.giving import PLAN, WANT, StatePublisher
 from farflung.membership.joining import ADMIT, Joiner
+from farflung.membership.liveness import ANSWER, LivenessMonitor
 from farflung.membership.member import Member
-from farflung.membership.messages import Malformed, Message, MessageCodec, Report
+from farflung.membership.messages import MalformedMessage, MemberReport, Message, MessageCodec
 from farflung.membership.roster import Roster
 from farflung.membership.supervision import Page
-from farflung.membership.suspicion import ANSWER, Suspicion
 from farflung.membership.views import View
 from farflung.tasks import Pending
 from farflung.types import Runtime
 
-__all__ = ["DONE", "Agreement"]
+__all__ = ["RUN_COMPLETE", "Agreement"]
 
-DONE = b"done"
+RUN_COMPLETE = b"done"
 """Message of a sender that has every result of the run."""
-_IDLE_S = 1.0
+_ADMISSION_IDLE_S = 1.0
 """Seconds without a pending exchange after which a view admits others."""
-_ENTERED = 3
+_ADMISSION_STEPS = 3
 """Number of steps after which a view admits others although some exchange is always pending."""
 
 
 class Agreement:
-    """Driver that passes events to a :class:`Member` and carries out its effects.
+    """Driver that passes events to a :class:`DeviceState` and carries out its effects.
 
     It belongs to the thread that carries exchanges, and so do its parts: ``log`` of exchanges, ``giver`` of the state
     to others, ``joiner`` for this member's own way into the run, and ``liveness`` of the others.
@@ -59,17 +59,17 @@ class Agreement:
         roster: Roster,
         *,
         page: Page | None,
-        least: int,
+        min_members: int,
         quorum: str,
         patience_s: float,
-        returns: bool,
+        can_return: bool,
         first_step: int,
-        told: Callable[[Sequence[int]], None] | None,
+        on_view: Callable[[Sequence[int]], None] | None,
     ) -> None:
         self.runtime, self.roster, self.patience_s = runtime, roster, patience_s
-        self._comm, self._page, self._least, self._told = runtime.comm, page, least, told
-        self._returns = returns and quorum != "1"
-        self.met: Callable[[int], None] | None = None
+        self._comm, self._page, self._min_members, self._on_view = runtime.comm, page, min_members, on_view
+        self._can_return = can_return and quorum != "1"
+        self.on_connect: Callable[[int], None] | None = None
         """Callback that receives the rank of each process that connects after the start."""
         self.codec = MessageCodec(key)
         name, names = str(runtime.comm.rank), roster.view.members
@@ -77,37 +77,37 @@ class Agreement:
         self.member = Member(
             name,
             self,
-            self.codec.certify,
+            self.codec.sign_certificate,
             None if is_joining else roster.view,
             quorum=1 if quorum == "1" else "majority",
         )
-        self.member.connected.update(set(names) - {name})
+        self.member.connected_names.update(set(names) - {name})
         self.is_over = False
         """True if this member no longer takes part."""
         self.error: FarflungError | None = None
         """Reason why it no longer takes part, unless it has all results of the run."""
-        self.last: Started[Any] | None = None
+        self.last_exchange: ExchangeHandle[Any] | None = None
         """Last exchange of the run, which is whole once any member ends."""
-        self.leaves: Pending[None] | None = None
+        self.leave_result: Pending[None] | None = None
         """Completes when this member has left; ``None`` if it was not asked to."""
-        self.interrupted = Pending[None]()
+        self.interruption = Pending[None]()
         """Fails once this member no longer takes part, or is suspended; each membership has a new one."""
-        self._settles = self._others_ended = False
-        self._admits_s, self._entered = math.inf, 0
+        self._is_scheduled = self._has_run_ended = False
+        self._admission_s, self._num_steps = math.inf, 0
         """Latest time at which a view admits others, and number of steps started since a candidate appeared."""
         self.connections = Connections(
-            runtime, self.member, lambda: roster.view, patience_s, self._returns, self.settle_soon
+            runtime, self.member, lambda: roster.view, patience_s, self._can_return, self.schedule_processing
         )
         self.log = ExchangeLog(self, first_step)
-        self.giver = StateGiver(self, self.log)
+        self.giver = StatePublisher(self, self.log)
         self.joiner = Joiner(self, self.log, is_joining)
-        self.suspicion = Suspicion(self, self.log)
+        self.liveness = LivenessMonitor(self, self.log)
         if runtime.comm.size > 1:
             self.launch(self._listen())
-            self.launch(self._welcome())  # before departures: an earlier arrival may have left since
-            self.launch(self._watch())
-            self.launch(self.suspicion.attend())
-            self.launch(self.giver.serve())
+            self.launch(self._handle_arrivals())  # before departures: an earlier arrival may have left since
+            self.launch(self._handle_departures())
+            self.launch(self.liveness.watch_exchanges())
+            self.launch(self.giver.serve_requests())
             self.joiner.listen()
 
     def launch(self, work: Coroutine[Pending[Any], None, None]) -> None:
@@ -118,85 +118,89 @@ class Agreement:
                 logging.getLogger("farflung").error("the agreement on members failed", exc_info=error)
                 self.stop(f"the agreement on members failed: {type(error).__name__}: {error}")
 
-        self.runtime.launch(work).on_done(report_failure)
+        self.runtime.launch(work).add_done_callback(report_failure)
 
     @property
-    def joins(self) -> bool:
+    def is_joining(self) -> bool:
         """Returns True if this member has not received the state of the run yet."""
         return self.joiner.follower is not None
 
     # --- effects ----------------------------------------------------------------------------------------------------
 
     def send(self, name: str, message: Message) -> None:
-        self._comm.send(text_payload(self.codec.encode(message)), int(name), TAG, -1)
+        self._comm.send(build_payload(self.codec.encode(message)), int(name), TAG, -1)
 
-    def keep(self, report: Report) -> None:
+    def store_report(self, report: MemberReport) -> None:
         if self._page is not None:
-            self._page.keep(self.codec.encode(report))
+            self._page.write_report(self.codec.encode(report))
 
     def freeze(self) -> tuple[int, ...]:
         whole_exchanges, view = self.log.freeze(), self.roster.view
-        if self._others_ended:
+        if self._has_run_ended:
             self._end_with_others()
-        if self.joins:
+        if self.is_joining:
             return ()
-        self.launch(self.suspicion.lose_patience(view))
-        self.launch(self.suspicion.hear_all(view))
+        self.launch(self.liveness.await_agreement(view))
+        self.launch(self.liveness.drop_silent(view))
         return whole_exchanges
 
-    def install(self, view: View) -> None:
+    def install_view(self, view: View) -> None:
         previous_members = self.roster.view.members
-        self.roster.enter(view)
+        self.roster.enter_view(view)
         self.log.is_frozen, self.log.error = False, self.error
-        self._comm.advance(view.number)
-        self.connections.await_back(set(previous_members).difference(view.members))
-        if self.joiner.install(view):
-            if self._told is not None:
-                self._told(self.roster.members)
+        self._comm.advance_view(view.number)
+        self.connections.reconnect_lost(set(previous_members).difference(view.members))
+        if self.joiner.did_defer_view(view):
+            if self._on_view is not None:
+                self._on_view(self.roster.members)
             return
-        if len(view.members) < self._least:
-            self.stop(f"view {view.number} has {len(view.members)} members, and the run needs {self._least}")
+        if len(view.members) < self._min_members:
+            self.stop(
+                f"view {view.number} has {len(view.members)} members, and the run needs {self._min_members}"
+            )
             return
         if view.number > self.roster.changes[-1].view:
-            self.log.change(previous_members, view)
-        self.giver.close(int(name) for name in previous_members if name not in view.members)
-        self.giver.tell_view()
-        self.giver.plan()
-        if self._told is not None:
-            self._told(self.roster.changes[-1].ranks)
-        self.log.install(view)
+            self.log.record_change(previous_members, view)
+        self.giver.close_offers(int(name) for name in previous_members if name not in view.members)
+        self.giver.broadcast_view()
+        self.giver.plan_snapshots()
+        if self._on_view is not None:
+            self._on_view(self.roster.changes[-1].ranks)
+        self.log.install_view(view)
 
-    def hand(self, view: View) -> None:
+    def send_handovers(self, view: View) -> None:
         if self.roster.view.number < view.number:  # a member that leaves does not install the view
-            self._comm.advance(view.number)
-        for giver, receiver, number in view.transfers():
+            self._comm.advance_view(view.number)
+        for giver, receiver, number in view.list_handovers():
             # A member without the state asks for it.
             if giver == self.member.name and receiver in view.holders[0]:
-                self.log.hand(receiver, number)
+                self.log.send_result(receiver, number)
 
-    def suspend(self, view: View) -> bool:
-        error = Suspended(f"view {view.number} is without this replica, which the others did not hear")
-        self.joiner.suspended = error
-        if not self._returns or self.error is not None:
+    def did_suspend(self, view: View) -> bool:
+        error = ReplicaSuspended(f"view {view.number} is without this replica, which the others did not hear")
+        self.joiner.suspension = error
+        if not self._can_return or self.error is not None:
             return False
         logging.getLogger("farflung").warning("%s: it asks to be admitted again", error)
-        self.roster.enter(view)
-        self.giver.close(self.giver.ranks)
+        self.roster.enter_view(view)
+        self.giver.close_offers(self.giver.ranks)
         self.joiner.suspend(error)
         self.log.fail(error)
-        interrupted, self.interrupted, self.last = self.interrupted, Pending(), None
-        interrupted.fail(error)
+        interrupted, self.interruption, self.last_exchange = self.interruption, Pending(), None
+        interrupted.set_exception(error)
         self.log.clear()
-        self.connections.await_back(view.members)
+        self.connections.reconnect_lost(view.members)
         return True
 
     def stop(self, reason: str, error: FarflungError | None = None) -> None:
         """Ends this member's part in the run with an error."""
         self.is_over = True
-        self.error = error or (Left(reason) if self.member.left else RunLost(reason))
-        if self.leaves is not None:
-            self.leaves.set(None) if self.member.left else self.leaves.fail(self.error)
-        self.interrupted.fail(self.error)
+        self.error = error or (ReplicaLeft(reason) if self.member.has_left else RunLost(reason))
+        if self.leave_result is not None:
+            self.leave_result.set_result(None) if self.member.has_left else self.leave_result.set_exception(
+                self.error
+            )
+        self.interruption.set_exception(self.error)
         self.joiner.end(self.error)
         self.log.fail(self.error)
 
@@ -206,134 +210,137 @@ class Agreement:
         while True:
             source, payload = await self._comm.recv_any(TAG, deadline_s=math.inf)
             try:
-                text = text_of(payload)
+                text = read_payload(payload)
             except ValueError:
-                self.lose(str(source), is_malformed=True)
+                self.mark_lost(str(source), is_malformed=True)
             else:
-                self._hear(str(source), text)
+                self._handle_message(str(source), text)
 
-    def _hear(self, source: str, text: bytes) -> None:
-        if source in self.connections.malformed:
+    def _handle_message(self, source: str, text: bytes) -> None:
+        if source in self.connections.malformed_names:
             return
-        if self.connections.hear(source):
-            self.launch(self.joiner.ask(source))
+        if self.connections.did_reappear(source):
+            self.launch(self.joiner.send_requests(source))
         try:
             if text == PROBE:
-                self.suspicion.answer(source)
+                self.liveness.send_answer(source)
             elif text == ADMIT:
-                self.member.guest(source)
+                self.member.handle_guest(source)
             elif text.startswith((WANT, PLAN)):
-                self.giver.hear(source, text)
+                self.giver.handle_request(source, text)
                 return
             elif text.startswith(ANSWER):
-                self.suspicion.hear(source, text)
-            elif text == DONE:
+                self.liveness.handle_answer(source, text)
+            elif text == RUN_COMPLETE:
                 self._end_with_others()
                 return
             else:
                 message = self.codec.decode(text)
-                if isinstance(message, Report):
-                    self.joiner.hear_of(message.view)
-                self.member.hear(source, message)
-        except Malformed:
-            self.lose(source, is_malformed=True)
-        self.settle_soon()
+                if isinstance(message, MemberReport):
+                    self.joiner.handle_view(message.view)
+                self.member.handle_message(source, message)
+        except MalformedMessage:
+            self.mark_lost(source, is_malformed=True)
+        self.schedule_processing()
 
-    def certified(self, text: bytes) -> None:
+    def handle_certificate(self, text: bytes) -> None:
         """Handles the supervisor's certificate of another process."""
-        self.member.hear("", self.codec.decode(text))
-        self.settle_soon()
+        self.member.handle_message("", self.codec.decode(text))
+        self.schedule_processing()
 
-    def lose(self, name: str, *, is_malformed: bool = False) -> None:
+    def mark_lost(self, name: str, *, is_malformed: bool = False) -> None:
         """Marks a process as lost; later messages are ignored if it has sent a malformed one."""
         if is_malformed:
-            self.connections.malformed.add(name)
-        self.member.lost(name)
-        self.settle_soon()
+            self.connections.malformed_names.add(name)
+        self.member.handle_loss(name)
+        self.schedule_processing()
 
     def _end_with_others(self) -> None:
         """Ends because another member has every result of the run."""
-        self._others_ended = True
-        if self.last is not None:
+        self._has_run_ended = True
+        if self.last_exchange is not None:
             self.is_over = True
-            self.last.result.set(())
+            self.last_exchange.result.set_result(())
         elif not self.joiner.has_begun:
             reason = "the run has ended before this replica could begin"
-            self.stop(reason, Left(reason))
-        elif self.joins or self.log.is_frozen:
+            self.stop(reason, ReplicaLeft(reason))
+        elif self.is_joining or self.log.is_frozen:
             self.stop("the run has ended before this replica could return")
 
-    async def _welcome(self) -> None:
+    async def _handle_arrivals(self) -> None:
         while True:
-            name = str(await self._comm.arrival())
-            if name not in self.connections.malformed:
-                self.connections.come(name)
-                if self.met is not None:
-                    self.met(int(name))
-                self.launch(self.joiner.ask(name))
-                self.giver.greet(int(name))
-                self.joiner.come(name)
-                self.settle_soon()
+            name = str(await self._comm.wait_for_join())
+            if name not in self.connections.malformed_names:
+                self.connections.handle_connection(name)
+                if self.on_connect is not None:
+                    self.on_connect(int(name))
+                self.launch(self.joiner.send_requests(name))
+                self.giver.send_offer(int(name))
+                self.joiner.handle_connection(name)
+                self.schedule_processing()
 
-    async def _watch(self) -> None:
+    async def _handle_departures(self) -> None:
         while True:
-            name = str(await self._comm.departure())
-            if not self.connections.go(name):
+            name = str(await self._comm.wait_for_leave())
+            if not self.connections.did_disconnect(name):
                 continue
-            self.joiner.go(name)
+            self.joiner.handle_disconnect(name)
             if int(name) in self.giver.ranks:
                 self.launch(self._keep_offer(name))
             if self.is_over:
                 continue
-            if self.joiner.suspended is not None or (
-                name in self.roster.known and name not in self.roster.view.members
+            if self.joiner.suspension is not None or (
+                name in self.roster.known_names and name not in self.roster.view.members
             ):
-                self.connections.await_back([name])
-            self.settle_soon()
+                self.connections.reconnect_lost([name])
+            self.schedule_processing()
 
     async def _keep_offer(self, name: str) -> None:
         """Reconnects to a replica that follows, and keeps its offer while it may return."""
-        self.connections.await_back([name])
-        await self.runtime.sleep_until(self.runtime.now() + BUSY * self.patience_s)
-        if name not in self.member.connected:
-            self.giver.close([int(name)])
+        self.connections.reconnect_lost([name])
+        await self.runtime.sleep_until(self.runtime.read_clock() + MAX_IDLE_DEADLINES * self.patience_s)
+        if name not in self.member.connected_names:
+            self.giver.close_offers([int(name)])
 
     # --- when the member acts ---------------------------------------------------------------------------------------
 
-    def settle_soon(self) -> None:
+    def schedule_processing(self) -> None:
         """Schedules the processing of events after all arrived messages have been handled."""
-        if not self._settles:
-            self._settles = True
-            self.launch(self._settle())
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self.launch(self._process_events())
 
-    async def before_exchange(self, ends_step: bool) -> None:
+    async def prepare_exchange(self, is_last_of_step: bool) -> None:
         """Lets a view admit others before an exchange, if no exchange is pending or some always is."""
-        if self._admits_s < math.inf and not self.log.is_frozen:
-            self._entered += ends_step
-            if not self.log.under_way() or self._entered > _ENTERED:
-                await self._settle(between=True)
+        if self._admission_s < math.inf and not self.log.is_frozen:
+            self._num_steps += is_last_of_step
+            if not self.log.list_pending() or self._num_steps > _ADMISSION_STEPS:
+                await self._process_events(is_between=True)
 
-    async def _settle(self, *, between: bool = False) -> None:
+    async def _process_events(self, *, is_between: bool = False) -> None:
         """Processes events now.
 
         Args:
           is_between: True if no exchange is pending. A view delays admissions until then, for at most half of the
             patience, because pending exchanges must be repeated.
         """
-        self._settles, time_s = False, self.runtime.now()
+        self._is_scheduled, time_s = False, self.runtime.read_clock()
         if self.is_over:
             return
         if not self.member.has_candidates:
-            self._admits_s = math.inf
-        elif self._admits_s == math.inf:
-            self._admits_s, self._entered = time_s + self.patience_s / 2, 0
-            self.connections.settle_at(self._admits_s)
-            self.launch(self._settle_idle(time_s + min(_IDLE_S, self.patience_s / 8)))
-        self.member.settle(ready=not self.connections.repair(), admits=between or time_s >= self._admits_s)
-        if self.connections.more_cuts():
-            self.settle_soon()
+            self._admission_s = math.inf
+        elif self._admission_s == math.inf:
+            self._admission_s, self._num_steps = time_s + self.patience_s / 2, 0
+            self.connections.process_at(self._admission_s)
+            self.launch(self._process_when_idle(time_s + min(_ADMISSION_IDLE_S, self.patience_s / 8)))
+        self.member.process_events(
+            can_vote=not self.connections.repair_connections(),
+            can_admit=is_between or time_s >= self._admission_s,
+        )
+        if self.connections.has_new_cuts():
+            self.schedule_processing()
 
-    async def _settle_idle(self, seconds: float) -> None:
+    async def _process_when_idle(self, seconds: float) -> None:
         """Processes events at a time, as between exchanges if none is pending."""
         await self.runtime.sleep_until(seconds)
-        await self._settle(between=not self.log.under_way())
+        await self._process_events(is_between=not self.log.list_pending())

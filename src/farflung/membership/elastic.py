@@ -8,21 +8,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from farflung.comm import ExchangeChannel, Purpose, Started, Values
-from farflung.membership.agreement import DONE, Agreement
-from farflung.membership.connections import TAG, text_payload
+from farflung.comm import ExchangeChannel, ExchangeHandle, Purpose, ResultCodec
+from farflung.membership.agreement import RUN_COMPLETE, Agreement
+from farflung.membership.connections import TAG, build_payload
 from farflung.membership.roster import Roster
 from farflung.membership.supervision import Page
 from farflung.membership.views import View
 from farflung.tasks import Pending
 from farflung.types import Change, Runtime
 
-__all__ = ["Elastic"]
+__all__ = ["PaxosMembership"]
 
 T = TypeVar("T")
 
 
-class Elastic:
+class PaxosMembership:
     """Runner of exchanges that are repeated, or whose results are adopted, after the loss of members.
 
     All members start exchanges in one order, which numbers them. After a loss, the others agree on the next view and
@@ -41,7 +41,7 @@ class Elastic:
       patience_s: Seconds without a sign of life after which an awaited member is evicted, and maximum time of an
         agreement.
       can_return: True if this member asks to be admitted again after the others have continued without it
-        (:meth:`receive_state`). Its exchanges fail with :class:`farflung.errors.Suspended` first.
+        (:meth:`receive_state`). Its exchanges fail with :class:`farflung.errors.ReplicaSuspended` first.
       first_step: First step of the run.
       max_steps_ahead: Maximum number of steps that a member begins after the last one whose exchanges are all whole.
       members: Ranks of the first members; all by default. Any other rank asks to join.
@@ -54,27 +54,31 @@ class Elastic:
         key: bytes,
         *,
         page: Page | None = None,
-        least: int = 1,
+        min_members: int = 1,
         quorum: str = "majority",
         patience_s: float = 60.0,
-        returns: bool = False,
+        can_return: bool = False,
         first_step: int = 0,
-        reach: int = 1,
+        max_steps_ahead: int = 1,
         members: Sequence[int] | None = None,
-        told: Callable[[Sequence[int]], None] | None = None,
+        on_view: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         ranks = tuple(range(runtime.comm.size) if members is None else members)
         names = tuple(map(str, ranks))
         view = View(int(runtime.comm.rank in ranks), names, (0,), (names,))
-        self.roster = Roster(view, Change(first_step, ranks), reach)
+        self.roster = Roster(view, Change(first_step, ranks), max_steps_ahead)
         self.agreement = Agreement(
-            runtime, key, self.roster, page=page, least=least, quorum=quorum, patience_s=patience_s, returns=returns,
-            first_step=first_step, told=told,
+            runtime, key, self.roster, page=page, min_members=min_members, quorum=quorum, patience_s=patience_s, can_return=can_return,
+            first_step=first_step, on_view=on_view,
         )  # fmt: skip
         self._runtime, self._log = runtime, self.agreement.log
-        self.at, self.counted, self.give_back = self.roster.at, self.roster.counted, self.roster.give_back
+        self.find_change, self.count_batches, self.return_batches = (
+            self.roster.find_change,
+            self.roster.count_batches,
+            self.roster.return_batches,
+        )
         """See :class:`farflung.membership.roster.Roster`."""
-        self.probe = self.agreement.suspicion.probe
+        self.probe = self.agreement.liveness.probe
         """See :class:`farflung.membership.liveness.LivenessMonitor`."""
 
     # --- members ----------------------------------------------------------------------------------------------------
@@ -95,32 +99,32 @@ class Elastic:
         return self.roster.view.number
 
     @property
-    def interrupted(self) -> Pending[None]:
-        """See :class:`farflung.types.Elastic`."""
-        return self.agreement.interrupted
+    def interruption(self) -> Pending[None]:
+        """See :class:`farflung.types.ElasticMembership`."""
+        return self.agreement.interruption
 
     # --- joining ----------------------------------------------------------------------------------------------------
 
     @property
-    def joins(self) -> bool:
+    def is_joining(self) -> bool:
         """Returns True if this member has not received the state of the run yet."""
-        return self.agreement.joins
+        return self.agreement.is_joining
 
     @property
-    def given_nbytes(self) -> int:
+    def join_nbytes(self) -> int:
         """Bytes of the state and of results that this member received before it began."""
-        return self.agreement.joiner.given_nbytes
+        return self.agreement.joiner.join_nbytes
 
-    def begin_step(self, step: int) -> bool:
+    def should_publish_state(self, step: int) -> bool:
         """Starts a step, and informs the replicas that begin at it.
 
         Returns:
           True if a snapshot of the state must be offered before it; see :meth:`publish_state`.
         """
         self._log.step = step
-        return self.agreement.giver.begin_step(step)
+        return self.agreement.giver.should_publish_state(step)
 
-    async def offer(self, step: int, parts: Sequence[Tensor]) -> None:
+    async def publish_state(self, step: int, parts: Sequence[Tensor]) -> None:
         """Offers a snapshot of the state before a step to joining replicas.
 
         Args:
@@ -128,9 +132,11 @@ class Elastic:
           parts: Parts of the snapshot.
         """
         log = self._log
-        await self._runtime.launch(self.agreement.giver.offer(step, parts, log.started, log.merged()))
+        await self._runtime.launch(
+            self.agreement.giver.publish_state(step, parts, log.num_started, log.find_merged())
+        )
 
-    async def given(self) -> list[Tensor]:
+    async def receive_state(self) -> list[Tensor]:
         """Waits for a snapshot of the state of the run, and returns its parts; call :meth:`should_follow` next.
 
         Raises:
@@ -138,7 +144,7 @@ class Elastic:
         """
         return await self._runtime.launch(self.agreement.joiner.receive_state())
 
-    async def follows(self, step: int) -> bool:
+    async def should_follow(self, step: int) -> bool:
         """Waits until a step of the run can be followed by the results of its exchanges.
 
         Returns:
@@ -148,7 +154,7 @@ class Elastic:
           StateOutdated: The followed state is outdated: begin again with :meth:`receive_state`.
           RunLost: As :meth:`receive_state`.
         """
-        return await self._runtime.launch(self.agreement.joiner.follows(step))
+        return await self._runtime.launch(self.agreement.joiner.should_follow(step))
 
     # --- exchanges --------------------------------------------------------------------------------------------------
 
@@ -157,22 +163,22 @@ class Elastic:
         number: int,
         part: int,
         make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]],
-        values: Values[T],
+        result_codec: ResultCodec[T],
         *,
         rewind: Callable[[], None] | None = None,
-        ends_step: bool = False,
-    ) -> Started[T]:
+        is_last_of_step: bool = False,
+    ) -> ExchangeHandle[T]:
         """Starts an exchange; see :func:`farflung.comm.start_exchange`."""
-        if self.joins:
-            return self.agreement.joiner.follow(number, part, make, values)
-        return self._log.start(number, part, make, values, rewind, ends_step)
+        if self.is_joining:
+            return self.agreement.joiner.follow_exchange(number, part, make, result_codec)
+        return self._log.start(number, part, make, result_codec, rewind, is_last_of_step)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> Pending[None]:
         """Leaves the run: the others continue without this member, which hands over the results that it alone holds.
 
-        Its exchanges then fail with :class:`farflung.errors.Left`. The others take over its batches that are in no
+        Its exchanges then fail with :class:`farflung.errors.ReplicaLeft`. The others take over its batches that are in no
         update yet.
 
         Returns:
@@ -181,16 +187,16 @@ class Elastic:
         leave_result, agreement = Pending[None](), self.agreement
 
         async def ask() -> None:
-            agreement.leaves = leave_result
+            agreement.leave_result = leave_result
             if agreement.is_over:
-                leave_result.set(None)
+                leave_result.set_result(None)
             agreement.member.leave()
-            agreement.settle_soon()
+            agreement.schedule_processing()
 
         self._runtime.launch(ask())
         return leave_result
 
-    def end(self) -> None:
+    def announce_failure(self) -> None:
         """Ends this member after an error of its process; called on the thread that carries exchanges."""
         if not self.agreement.is_over:
             self.agreement.member.end()
@@ -199,7 +205,7 @@ class Elastic:
         """Waits until all members have every result of a number of steps; afterwards no member waits for another."""
 
         async def meet(channel: ExchangeChannel) -> tuple[Tensor, ...]:
-            return await channel.collective("direct")(
+            return await channel.get_collective("direct")(
                 channel, torch.empty(0), torch.zeros(1, dtype=torch.float64)
             )
 
@@ -207,13 +213,15 @@ class Elastic:
 
         async def end() -> None:
             agreement.is_over = True
-            if agreement.leaves is not None:
-                agreement.leaves.set(None)
-            for name in sorted(agreement.member.connected):
-                self._runtime.comm.send(text_payload(DONE), int(name), TAG, -1)
+            if agreement.leave_result is not None:
+                agreement.leave_result.set_result(None)
+            for name in sorted(agreement.member.connected_names):
+                self._runtime.comm.send(build_payload(RUN_COMPLETE), int(name), TAG, -1)
 
         if len(self.members) > 1:
-            exchange = self.start(Purpose.LEAVING.at(steps), 0, meet, Values(tuple, tuple))
-            agreement.last = None if self.joins else exchange
+            exchange = self.start(
+                Purpose.LEAVING.build_exchange_id(steps), 0, meet, ResultCodec(tuple, tuple)
+            )
+            agreement.last_exchange = None if self.is_joining else exchange
             await exchange.result
         await self._runtime.launch(end())

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.comm import ExchangeChannel, Purpose, Started, Values
-from farflung.comm.channel import step_of
+from farflung.comm import ExchangeChannel, ExchangeHandle, Purpose, ResultCodec
+from farflung.comm.channel import get_exchange_step
 from farflung.errors import PeerFailed, PeerLost, WaitEnded
-from farflung.membership.among import Among, ViewChannel
+from farflung.membership.subgroup import Subgroup, ViewChannel
 from farflung.membership.views import View
 from farflung.tasks import Pending
 from farflung.trees import pack_tensors, unpack_tensors
@@ -22,7 +22,7 @@ from farflung.types import Payload, Tag
 if TYPE_CHECKING:
     from farflung.membership.agreement import Agreement
 
-__all__ = ["ExchangeLog", "Logged", "Result"]
+__all__ = ["ExchangeLog", "LoggedExchange", "Result"]
 
 T = TypeVar("T")
 
@@ -41,12 +41,12 @@ class Result(NamedTuple):
     number: int
     exchange: int
     part: int
-    begun: int
+    begun_step: int
     content: Tensor
 
 
 @dataclass(eq=False, slots=True)
-class Logged(Started[T], Generic[T]):
+class LoggedExchange(ExchangeHandle[T], Generic[T]):
     """Exchange that may be repeated; ``number`` counts the exchanges of the run, equally on all members."""
 
     log: ExchangeLog
@@ -55,31 +55,33 @@ class Logged(Started[T], Generic[T]):
     part: int
     make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]] | None = None
     """Coroutine of the exchange; ``None`` once it is whole, so that its contribution is freed at once."""
-    values: Values[T] = field(default_factory=lambda: cast("Values[T]", Values(tuple, tuple)))
+    result_codec: ResultCodec[T] = field(default_factory=lambda: cast("ResultCodec[T]", ResultCodec(tuple, tuple)))
     rewind: Callable[[], None] | None = None
-    ends_step: bool = False
-    begun: int = 0
+    is_last_of_step: bool = False
+    begun_step: int = 0
     """Last step that had begun when it started."""
-    made_s: float = math.inf
+    started_s: float = math.inf
     """Time of the latest attempt or adoption; infinite if there was none."""
-    drops: list[Logged[Any]] = field(default_factory=list)
+    obsolete: list[LoggedExchange[Any]] = field(default_factory=list)
     """Exchanges whose results all members have, once this one is whole."""
-    kept: tuple[Tensor, ...] | None = None
+    stored_result: tuple[Tensor, ...] | None = None
     """Result for members that lack it; ``None`` while the exchange is not whole on this member."""
 
     @property
     def step(self) -> int:
-        return step_of(self.exchange)
+        return get_exchange_step(self.exchange)
 
     @override
-    async def bring(self) -> T:
+    async def wait(self) -> T:
         value = await self.result
-        self.log.taken.append(self)
+        self.log.taken_exchanges.append(self)
         return value
 
     def to_result(self) -> Result:
-        assert self.kept is not None
-        return Result(self.number, self.exchange, self.part, self.begun, pack_tensors(self.kept))
+        assert self.stored_result is not None
+        return Result(
+            self.number, self.exchange, self.part, self.begun_step, pack_tensors(self.stored_result)
+        )
 
 
 class ExchangeLog:
@@ -94,20 +96,20 @@ class ExchangeLog:
         self._agreement, self._roster, self._comm = agreement, agreement.roster, agreement.runtime.comm
         self.step = first_step
         """Last step that has begun on this member."""
-        self.taken: list[Logged[Any]] = []
+        self.taken_exchanges: list[LoggedExchange[Any]] = []
         """Exchanges whose results have been collected since the last start."""
-        self.started = 0
+        self.num_started = 0
         """Number of exchanges that have started on this member."""
         self.is_frozen = False
         """True if no exchange becomes whole because the view is ending."""
         self.error: BaseException | None = None
         """Error that all exchanges fail with."""
-        self.waits: Pending[None] = Pending()
+        self.wait_started: Pending[None] = Pending()
         """Completes once an exchange is waited for."""
-        self._logged: dict[int, Logged[Any]] = {}
-        self._base = 0
+        self._exchanges: dict[int, LoggedExchange[Any]] = {}
+        self._last_whole = 0
         """Number up to which all exchanges are whole."""
-        self._complete = {0: first_step - 1}
+        self._step_ends = {0: first_step - 1}
         """Steps that end with an exchange, by its number."""
 
     def start(
@@ -115,163 +117,178 @@ class ExchangeLog:
         number: int,
         part: int,
         make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]],
-        values: Values[T],
+        result_codec: ResultCodec[T],
         rewind: Callable[[], None] | None = None,
-        ends_step: bool = False,
-    ) -> Logged[T]:
+        is_last_of_step: bool = False,
+    ) -> LoggedExchange[T]:
         """Starts an exchange; see :func:`farflung.comm.start_exchange`."""
-        self.started += 1
-        drops, self.taken = self.taken, []
-        logged = Logged(
-            *(ExchangeChannel(self._comm, number, part), Pending[T](), self, self.started, number, part),
-            make, values, rewind, ends_step, begun=self.step, drops=drops,
+        self.num_started += 1
+        drops, self.taken_exchanges = self.taken_exchanges, []
+        logged = LoggedExchange(
+            *(ExchangeChannel(self._comm, number, part), Pending[T](), self, self.num_started, number, part),
+            make, result_codec, rewind, is_last_of_step, begun_step=self.step, obsolete=drops,
         )  # fmt: skip
-        self._agreement.launch(self._enter(logged))
+        self._agreement.launch(self._register(logged))
         return logged
 
-    async def _enter(self, logged: Logged[Any]) -> None:
+    async def _register(self, logged: LoggedExchange[Any]) -> None:
         if self.error is not None:
-            logged.result.fail(self.error)
+            logged.result.set_exception(self.error)
             return
-        self._logged[logged.number] = logged
-        if logged.ends_step:
-            self._complete[logged.number] = logged.step
+        self._exchanges[logged.number] = logged
+        if logged.is_last_of_step:
+            self._step_ends[logged.number] = logged.step
         view = self._roster.view
-        await self._agreement.before_exchange(logged.ends_step)
-        await self._make(logged, view)  # does nothing if a newer view has started it already
+        await self._agreement.prepare_exchange(logged.is_last_of_step)
+        await self._run_exchange(logged, view)  # does nothing if a newer view has started it already
 
     def _is_current(self, view: View) -> bool:
         return view is self._roster.view and not self.is_frozen
 
-    async def _make(self, logged: Logged[Any], view: View) -> None:
+    async def _run_exchange(self, logged: LoggedExchange[Any], view: View) -> None:
         if not self._is_current(view):  # the next view starts it
             return
         assert logged.make is not None
-        self._await(logged)
-        group = Among(self._comm, self._roster.contributors(logged.begun))
+        self._mark_started(logged)
+        group = Subgroup(self._comm, self._roster.list_contributors(logged.begun_step))
         try:
             value = await logged.make(ViewChannel(group, logged.channel, lambda: self._roster.view is view))
         except (PeerLost, PeerFailed) as error:
             if view is self._roster.view:
-                self._agreement.lose(str(error.rank))
+                self._agreement.mark_lost(str(error.rank))
         except WaitEnded:
             pass
         except Exception as error:
-            logged.result.fail(error)
+            logged.result.set_exception(error)
         else:
             if self._is_current(view):
-                self._hold(logged, value)
+                self._store_result(logged, value)
 
-    async def _adopt(self, logged: Logged[Any], view: View, giver: int) -> None:
+    async def _adopt_result(self, logged: LoggedExchange[Any], view: View, giver: int) -> None:
         if not self._is_current(view):
             return
-        self._await(logged)
+        self._mark_started(logged)
         try:
             payload = await self._comm.recv(
-                giver, Tag(Purpose.ADOPTION.at(logged.number)), deadline_s=math.inf
+                giver, Tag(Purpose.ADOPTION.build_exchange_id(logged.number)), deadline_s=math.inf
             )
         except (PeerLost, PeerFailed, WaitEnded):
             if view is self._roster.view and str(giver) not in view.members:
-                self._agreement.member.redo()  # a leaving member was lost before its handover
-                self._agreement.settle_soon()
+                self._agreement.member.request_new_view()  # a leaving member was lost before its handover
+                self._agreement.schedule_processing()
             return
         if self._is_current(view):
-            (content,) = payload.tensors()
-            self._hold(logged, logged.values.unpack(unpack_tensors(content)))
+            (content,) = payload.iter_tensors()
+            self._store_result(logged, logged.result_codec.unpack(unpack_tensors(content)))
 
-    def _await(self, logged: Logged[Any]) -> None:
-        logged.made_s = self._agreement.runtime.now()
-        self.waits.set(None)
+    def _mark_started(self, logged: LoggedExchange[Any]) -> None:
+        logged.started_s = self._agreement.runtime.read_clock()
+        self.wait_started.set_result(None)
 
-    def _hold(self, logged: Logged[Any], value: Any) -> None:
+    def _store_result(self, logged: LoggedExchange[Any], value: Any) -> None:
         """Stores the result of an exchange, which is whole now."""
-        logged.kept = tuple(tensor.clone() for tensor in logged.values.pack(value))
+        logged.stored_result = tuple(tensor.clone() for tensor in logged.result_codec.pack(value))
         logged.make = logged.rewind = None
-        self._agreement.giver.add(logged)
-        while (successor := self._logged.get(self._base + 1)) is not None and successor.kept is not None:
-            self._base += 1
-        for dropped in logged.drops:
-            self._logged.pop(dropped.number, None)
-        logged.drops.clear()  # otherwise each exchange would retain all earlier ones
-        ended = [number for number in self._complete if number <= self._base]
+        self._agreement.giver.add_result(logged)
+        while (
+            successor := self._exchanges.get(self._last_whole + 1)
+        ) is not None and successor.stored_result is not None:
+            self._last_whole += 1
+        for dropped in logged.obsolete:
+            self._exchanges.pop(dropped.number, None)
+        logged.obsolete.clear()  # otherwise each exchange would retain all earlier ones
+        ended = [number for number in self._step_ends if number <= self._last_whole]
         for number in sorted(ended)[:-1]:
-            del self._complete[number]
-        logged.result.set(value)
+            del self._step_ends[number]
+        logged.result.set_result(value)
 
     # --- views ------------------------------------------------------------------------------------------------------
 
     def freeze(self) -> tuple[int, ...]:
         """Stops all exchanges; see :meth:`farflung.membership.Driver.freeze`."""
         self.is_frozen = True
-        numbers = [n for n, logged in self._logged.items() if n > self._base and logged.kept is not None]
-        return self._base, *sorted(numbers)
+        numbers = [
+            n
+            for n, logged in self._exchanges.items()
+            if n > self._last_whole and logged.stored_result is not None
+        ]
+        return self._last_whole, *sorted(numbers)
 
-    def change(self, before: Collection[str], view: View) -> None:
+    def record_change(self, previous_members: Collection[str], view: View) -> None:
         """Records the change of members by a view."""
-        self._roster.change([*before], view, self._complete.items(), self._agreement.runtime.now())
+        self._roster.record_change(
+            [*previous_members], view, self._step_ends.items(), self._agreement.runtime.read_clock()
+        )
 
-    def install(self, view: View) -> None:
+    def install_view(self, view: View) -> None:
         """Adopts the whole exchanges of others in a view, and repeats all other exchanges."""
         givers = {
-            x.exchange: int(x.giver) for x in view.transfers() if x.receiver == self._agreement.member.name
+            x.exchange: int(x.giver)
+            for x in view.list_handovers()
+            if x.receiver == self._agreement.member.name
         }
-        missing = [x for _, x in sorted(self._logged.items()) if x.kept is None]
+        missing = [x for _, x in sorted(self._exchanges.items()) if x.stored_result is None]
         for logged in reversed(missing):
             if logged.rewind is not None and logged.number not in givers:
                 logged.rewind()
         for logged in missing:
             giver = givers.get(logged.number)
-            work = self._make(logged, view) if giver is None else self._adopt(logged, view, giver)
+            work = (
+                self._run_exchange(logged, view) if giver is None else self._adopt_result(logged, view, giver)
+            )
             self._agreement.launch(work)
 
-    def hand(self, receiver: str, number: int) -> None:
+    def send_result(self, receiver: str, number: int) -> None:
         """Sends a member the result of an exchange."""
-        content = self._logged[number].to_result().content
-        self._comm.send(Payload((content,)), int(receiver), Tag(Purpose.ADOPTION.at(number)))
+        content = self._exchanges[number].to_result().content
+        self._comm.send(Payload((content,)), int(receiver), Tag(Purpose.ADOPTION.build_exchange_id(number)))
 
     def fail(self, error: BaseException) -> None:
         """Fails all exchanges, including those that start later."""
         self.error = error
-        for logged in self._logged.values():
-            logged.result.fail(error)
+        for logged in self._exchanges.values():
+            logged.result.set_exception(error)
 
     def clear(self) -> None:
         """Removes all exchanges of a suspended member."""
-        self._logged.clear()
-        self.taken.clear()
+        self._exchanges.clear()
+        self.taken_exchanges.clear()
 
     # --- what others ask --------------------------------------------------------------------------------------------
 
-    def under_way(self) -> list[Logged[Any]]:
+    def list_pending(self) -> list[LoggedExchange[Any]]:
         """Returns the started or requested exchanges that are not whole."""
-        return [x for x in self._logged.values() if x.kept is None and x.made_s < math.inf]
+        return [x for x in self._exchanges.values() if x.stored_result is None and x.started_s < math.inf]
 
-    def up_to(self, number: int) -> list[Logged[Any]]:
+    def list_retained(self, number: int) -> list[LoggedExchange[Any]]:
         """Returns the exchanges whose results a member may lack, up to a number."""
-        return [x for x in self._logged.values() if x.number <= number]
+        return [x for x in self._exchanges.values() if x.number <= number]
 
     @property
-    def least(self) -> int:
+    def first_retained(self) -> int:
         """Number below which all members have the results of exchanges."""
-        return min(self._logged, default=self.started + 1)
+        return min(self._exchanges, default=self.num_started + 1)
 
-    def merged(self) -> set[Logged[Any]]:
+    def find_merged(self) -> set[LoggedExchange[Any]]:
         """Returns exchanges whose results are in the state before the next step."""
-        return {*self.taken, *(x for logged in list(self._logged.values()) for x in logged.drops)}
+        return {
+            *self.taken_exchanges,
+            *(x for logged in list(self._exchanges.values()) for x in logged.obsolete),
+        }
 
-    def to_begin(self, started: int) -> dict[str, Any]:
+    def build_start_state(self, num_started: int) -> dict[str, Any]:
         """Returns the start state of a joining replica, once all exchanges up to a number are whole."""
         return {
-            "started": started,
-            "complete": [step_end for step_end in self._complete.items() if step_end[0] <= started],
-            "log": [logged.number for logged in self.up_to(started)],
+            "started": num_started,
+            "complete": [step_end for step_end in self._step_ends.items() if step_end[0] <= num_started],
+            "log": [logged.number for logged in self.list_retained(num_started)],
         }
 
     def begin(
         self,
-        begins: Mapping[str, Any],
+        start_state: Mapping[str, Any],
         results: Mapping[int, tuple[Tensor, ...]],
-        followed: Iterable[Logged[Any]],
+        followed_exchanges: Iterable[LoggedExchange[Any]],
     ) -> None:
         """Begins to take part, with all whole exchanges; see :meth:`build_start_state`.
 
@@ -280,9 +297,11 @@ class ExchangeLog:
           results: Results by number.
           followed_exchanges: Exchanges that have these results.
         """
-        self.started = self._base = begins["started"]
-        self._complete = dict(begins["complete"])
-        self.taken = [logged for logged in self.taken if logged.number in begins["log"]]
-        for logged in followed:
-            logged.kept, logged.make, logged.rewind = results[logged.number], None, None
-            self._logged[logged.number] = logged
+        self.num_started = self._last_whole = start_state["started"]
+        self._step_ends = dict(start_state["complete"])
+        self.taken_exchanges = [
+            logged for logged in self.taken_exchanges if logged.number in start_state["log"]
+        ]
+        for logged in followed_exchanges:
+            logged.stored_result, logged.make, logged.rewind = results[logged.number], None, None
+            self._exchanges[logged.number] = logged

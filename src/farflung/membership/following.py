@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.errors import StateOutdated, Suspended
-from farflung.membership.connections import text_payload
-from farflung.membership.giving import REQUESTS, Name
+from farflung.errors import ReplicaSuspended, StateOutdated
+from farflung.membership.connections import build_payload
+from farflung.membership.giving import REQUESTS, ContentName
 from farflung.tasks import Pending
 from farflung.trees import unpack_tensors
 from farflung.types import Runtime
@@ -41,56 +41,56 @@ class _Content:
     def __init__(self, nbytes: int) -> None:
         self.data = torch.empty(nbytes, dtype=torch.uint8)
         self.missing_nbytes = nbytes
-        self.ranges = [(0, nbytes)] if nbytes else []
+        self.pending_ranges = [(0, nbytes)] if nbytes else []
         """Begin and end of each range that has not been requested."""
 
-    def next_piece(self, most_nbytes: int) -> tuple[int, int]:
+    def take_range(self, max_nbytes: int) -> tuple[int, int]:
         """Returns begin and size of the next range to request."""
-        begin, end = self.ranges.pop(0)
-        if end - begin > most_nbytes:
-            self.ranges.insert(0, (begin + most_nbytes, end))
-        return begin, min(most_nbytes, end - begin)
+        begin, end = self.pending_ranges.pop(0)
+        if end - begin > max_nbytes:
+            self.pending_ranges.insert(0, (begin + max_nbytes, end))
+        return begin, min(max_nbytes, end - begin)
 
-    def put(self, begin: int, piece: Tensor) -> None:
+    def put_piece(self, begin: int, piece: Tensor) -> None:
         """Stores a piece."""
         self.data[begin : begin + len(piece)] = piece
         self.missing_nbytes -= len(piece)
 
 
 @dataclass(eq=False)
-class _Source:
+class _SnapshotSource:
     """Offer of a member, and the state of requests to it."""
 
     step: int
     parts: Mapping[str, int]
-    needed: frozenset[int]
-    started: int
+    missing_numbers: frozenset[int]
+    num_started: int
     results: set[int] = field(default_factory=set)
     """Numbers of the results that it holds."""
-    fetched: list[int] = field(default_factory=list)
+    fetched_numbers: list[int] = field(default_factory=list)
     """Numbers of fetched results that the member does not know of yet."""
-    begins: Mapping[str, Any] | None = None
-    asked: dict[tuple[Name, int], tuple[int, float]] = field(default_factory=dict)
+    start_state: Mapping[str, Any] | None = None
+    pending_requests: dict[tuple[ContentName, int], tuple[int, float]] = field(default_factory=dict)
     """Size and time of each unanswered request, by name and begin."""
     window_nbytes: int = 2 * _PIECE_NBYTES
     """Maximum number of requested bytes."""
-    least_s: float = math.inf
+    min_answer_s: float = math.inf
     """Shortest time of an answer."""
 
     @property
-    def snapshot(self) -> tuple[int, tuple[str, ...]]:
+    def snapshot_key(self) -> tuple[int, tuple[str, ...]]:
         """Key of the offered snapshot, equal for members with equal offers."""
         return self.step, tuple(self.parts)
 
     @property
     def room_nbytes(self) -> int:
         """Number of bytes that may still be requested."""
-        return self.window_nbytes - sum(nbytes for nbytes, _ in self.asked.values())
+        return self.window_nbytes - sum(nbytes for nbytes, _ in self.pending_requests.values())
 
-    def note_answer(self, nbytes: int, seconds: float, queue_s: float) -> None:
+    def record_answer(self, nbytes: int, seconds: float, queue_s: float) -> None:
         """Adapts the window to the time of an answer, which may include ``queue_s`` of queueing."""
-        self.least_s = min(self.least_s, seconds)
-        if seconds < self.least_s + queue_s:
+        self.min_answer_s = min(self.min_answer_s, seconds)
+        if seconds < self.min_answer_s + queue_s:
             self.window_nbytes = min(self.window_nbytes + nbytes, 16 * _MAX_PIECE_NBYTES)
         else:
             self.window_nbytes = max(_PIECE_NBYTES, self.window_nbytes * 3 // 4)
@@ -112,33 +112,38 @@ class Follower:
     def __init__(
         self,
         runtime: Runtime,
-        want: Callable[[], None],
-        ask: Callable[[], None],
+        request_snapshot: Callable[[], None],
+        request_admission: Callable[[], None],
         give_up: Callable[[], None],
-        take_changes: Callable[[Sequence[Any]], None],
+        replace_changes: Callable[[Sequence[Any]], None],
     ) -> None:
         self._runtime, self._comm = runtime, runtime.comm
-        self._want, self._ask, self._give_up, self._take_changes = want, ask, give_up, take_changes
+        self._request_snapshot, self._request_admission, self._give_up, self._replace_changes = (
+            request_snapshot,
+            request_admission,
+            give_up,
+            replace_changes,
+        )
         self._parts: dict[str, _Content] = {}
         """Parts of snapshots, by digest."""
-        self._view = 0
+        self._view_number = 0
         self.is_waited_for = False
         """True if the replica is a member and the others wait for it."""
         self.is_too_far_behind = False
         """True if results arrive too fast for this replica, so that it receives the state after its admission."""
-        self.nbytes = 0
+        self.received_nbytes = 0
         """Received bytes of snapshots and results."""
-        self.request = 1
+        self.request_number = 1
         """Number of the request for a snapshot."""
-        self._ended: BaseException | None = None
-        self._again: StateOutdated | None = None
+        self._end_error: BaseException | None = None
+        self._restart_error: StateOutdated | None = None
         """Reason why the followed state is outdated, until another snapshot is received."""
         self._event = Pending[None]()
         self._reset()
 
     def _reset(self) -> None:
-        self._sources: dict[int, _Source] = {}
-        self._chosen: _Source | None = None
+        self._sources: dict[int, _SnapshotSource] = {}
+        self._chosen_source: _SnapshotSource | None = None
         self._contents: dict[int, _Content] = {}
         """Results that are being fetched, by number."""
         self._index: dict[int, tuple[int, int, int]] = {}
@@ -146,190 +151,209 @@ class Follower:
         self._numbers: dict[tuple[int, int], int] = {}
         self.results: dict[int, tuple[Tensor, ...]] = {}
         """Fetched results, by number."""
-        self.followed: dict[int, Any] = {}
+        self.followed_exchanges: dict[int, Any] = {}
         """Exchanges that have received their results, by number."""
-        self._waiting: dict[tuple[int, int], Any] = {}
+        self._waiting_exchanges: dict[tuple[int, int], Any] = {}
         """Exchanges that wait for their results, by exchange and part."""
         self._step: int | None = None
         """Step that the replica follows; ``None`` until it has taken the snapshot."""
-        self._kept_from = 0
+        self._first_retained = 0
         """Smallest number of a result that a member may lack."""
-        self._round, self._fetched = 0, 0
+        self._round_backlog, self._num_fetched = 0, 0
         """Number of missing results at the begin of the last round, and number of results fetched since."""
-        self._asks = False
+        self._has_asked = False
 
     # --- for the replica --------------------------------------------------------------------------------------------
 
-    async def snapshot(self) -> list[Tensor]:
+    async def receive_snapshot(self) -> list[Tensor]:
         """Waits for a snapshot, and returns its parts."""
-        self._again = None
+        self._restart_error = None
         while not self._is_complete():
-            await self._next_event()
-        assert self._chosen is not None
-        self._step = self._chosen.step
-        return [self._parts[digest].data for digest in self._chosen.parts]
+            await self._wait_for_event()
+        assert self._chosen_source is not None
+        self._step = self._chosen_source.step
+        return [self._parts[digest].data for digest in self._chosen_source.parts]
 
-    async def follows(self, step: int) -> Mapping[str, Any] | None:
+    async def wait_for_step(self, step: int) -> Mapping[str, Any] | None:
         """Waits until a step can be followed, or returns the start state if this replica begins at it."""
-        if (error := self._useless()) is not None:
+        if (error := self._find_error()) is not None:
             raise error
         self._step = step
-        self._forget()
+        self._drop_results()
         while True:
-            begins = next((s.begins for s in self._sources.values() if s.begins is not None), None)
+            begins = next((s.start_state for s in self._sources.values() if s.start_state is not None), None)
             if begins is not None and step >= begins["step"]:
-                if not self._lacks(begins["started"], begins["log"]):
+                if not self._is_missing_results(begins["started"], begins["log"]):
                     return begins
             elif begins is not None or any(begun >= step for _, _, begun in self._index.values()):
                 return None
             elif not self._contents:
-                self._ask_once()
-            await self._next_event()
+                self._request_admission_once()
+            await self._wait_for_event()
 
-    def follow(self, logged: Any) -> None:
+    def follow_exchange(self, logged: Any) -> None:
         """Gives an exchange its result once it has arrived."""
-        if (error := self._useless()) is not None:
+        if (error := self._find_error()) is not None:
             logged.result.fail(error)
             return
-        self._waiting[logged.exchange, logged.part] = logged
-        self._give_results()
+        self._waiting_exchanges[logged.exchange, logged.part] = logged
+        self._deliver_results()
 
-    def exchange_of(self, number: int) -> tuple[int, int]:
+    def get_exchange(self, number: int) -> tuple[int, int]:
         """Returns exchange and part of a fetched result."""
         exchange, part, _ = self._index[number]
         return exchange, part
 
-    def _useless(self) -> BaseException | None:
+    def _find_error(self) -> BaseException | None:
         """Returns the error that prevents the replica from following, or ``None``."""
-        error = self._ended or self._again
+        error = self._end_error or self._restart_error
         if error is None and self._step is None:
-            return Suspended("this replica was suspended while it followed the run")
+            return ReplicaSuspended("this replica was suspended while it followed the run")
         return error
 
     def end(self, error: BaseException) -> None:
         """Ends all waits with an error."""
-        self._ended = error
+        self._end_error = error
         self._fail(error)
 
-    async def _next_event(self) -> None:
-        if (error := self._ended or self._again) is not None:
+    async def _wait_for_event(self) -> None:
+        if (error := self._end_error or self._restart_error) is not None:
             raise error
         await self._event
-        if (error := self._ended or self._again) is not None:
+        if (error := self._end_error or self._restart_error) is not None:
             raise error
 
     def _wake(self) -> None:
         event, self._event = self._event, Pending()
-        event.set(None)
+        event.set_result(None)
 
     def _fail(self, error: BaseException) -> None:
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._waiting_exchanges = self._waiting_exchanges, {}
         for logged in waiting.values():
             logged.result.fail(error)
         self._wake()
 
-    def _is_enough(self, source: _Source) -> bool:
+    def _has_enough(self, source: _SnapshotSource) -> bool:
         """Returns True if a member has all missing parts of the snapshot and all missing results."""
-        snapshot = self._chosen
+        snapshot = self._chosen_source
         assert snapshot is not None
         if self._step is None:
-            return source.snapshot == snapshot.snapshot
-        missing = {*snapshot.needed, *range(snapshot.started + 1, source.started + 1)} - source.needed
-        return all(n > source.started or n < self._kept_from or n in self.results for n in missing)
+            return source.snapshot_key == snapshot.snapshot_key
+        missing = {
+            *snapshot.missing_numbers,
+            *range(snapshot.num_started + 1, source.num_started + 1),
+        } - source.missing_numbers
+        return all(n > source.num_started or n < self._first_retained or n in self.results for n in missing)
 
     def _is_complete(self) -> bool:
-        return self._chosen is not None and not any(
-            self._parts[digest].missing_nbytes for digest in self._chosen.parts
+        return self._chosen_source is not None and not any(
+            self._parts[digest].missing_nbytes for digest in self._chosen_source.parts
         )
 
-    def _lacks(self, last: int, log: Iterable[int]) -> bool:
+    def _is_missing_results(self, last: int, log: Iterable[int]) -> bool:
         """Returns True if a result is missing that the snapshot lacks, up to ``last``, or that the log lists."""
-        assert self._chosen is not None
-        numbers = {*self._chosen.needed, *range(self._chosen.started + 1, last + 1), *log}
-        return any(number >= self._kept_from and number not in self.results for number in numbers)
+        assert self._chosen_source is not None
+        numbers = {
+            *self._chosen_source.missing_numbers,
+            *range(self._chosen_source.num_started + 1, last + 1),
+            *log,
+        }
+        return any(number >= self._first_retained and number not in self.results for number in numbers)
 
-    def _forget(self) -> None:
+    def _drop_results(self) -> None:
         """Drops results that all members have and this replica no longer needs."""
         assert self._step is not None
         for number, (_, _, begun) in list(self._index.items()):
-            if number < self._kept_from and begun < self._step and number in self.results:
+            if number < self._first_retained and begun < self._step and number in self.results:
                 del self.results[number], self._index[number]
-                self.followed.pop(number, None)
+                self.followed_exchanges.pop(number, None)
 
-    def _ask_once(self) -> None:
-        if not self._asks:
-            self._asks = True
-            self._ask()
+    def _request_admission_once(self) -> None:
+        if not self._has_asked:
+            self._has_asked = True
+            self._request_admission()
 
-    def _restart(self, why: str) -> None:
+    def _restart(self, reason: str) -> None:
         """Restarts with another snapshot; fetched parts of the snapshot are kept."""
-        waiting = self._waiting
+        waiting = self._waiting_exchanges
         self._reset()
-        self._waiting = waiting
-        self.request += 1
-        self._again = StateOutdated(why)
-        self._fail(self._again)
+        self._waiting_exchanges = waiting
+        self.request_number += 1
+        self._restart_error = StateOutdated(reason)
+        self._fail(self._restart_error)
 
     # --- what members tell ------------------------------------------------------------------------------------------
 
-    def hear(self, rank: int, text: bytes) -> None:
+    def handle_news(self, rank: int, text: bytes) -> None:
         """Handles news of a member; raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is malformed."""
         news = json.loads(text)
-        if (offer := news.get("offer")) is not None and offer["view"] >= self._view:
+        if (offer := news.get("offer")) is not None and offer["view"] >= self._view_number:
             self._release(rank)
             parts = {str(digest): int(nbytes) for digest, nbytes in offer["parts"]}
-            self._sources[rank] = _Source(offer["step"], parts, frozenset(offer["needed"]), offer["started"])
-            self._choose()
-        if news.get("late") and self._chosen is None:
+            self._sources[rank] = _SnapshotSource(
+                offer["step"], parts, frozenset(offer["needed"]), offer["started"]
+            )
+            self._choose_source()
+        if news.get("late") and self._chosen_source is None:
             self._give_up()
         if (source := self._sources.get(rank)) is None:
             return
         if (result := news.get("result")) is not None:
-            self._hear_result(source, *result)
+            self._handle_result(source, *result)
         if (view := news.get("view")) is not None:
-            self._hear_view(**view)
+            self._handle_view(**view)
         if (begins := news.get("begins")) is not None:
-            source.begins = begins
+            source.start_state = begins
         if news.get("closed"):
             self.is_too_far_behind |= self._sources.keys() == {rank}
-            self.drop(rank)
+            self.drop_member(rank)
             if not self._sources:
                 self._restart("this replica is too far behind: the others wait while it is given the state")
-                self._ask_once()
-        self._request()
+                self._request_admission_once()
+        self._request_pieces()
         self._wake()
 
-    def _hear_result(
-        self, source: _Source, number: int, exchange: int, part: int, begun: int, nbytes: int, least: int
+    def _handle_result(
+        self,
+        source: _SnapshotSource,
+        number: int,
+        exchange: int,
+        part: int,
+        begun_step: int,
+        nbytes: int,
+        first_retained: int,
     ) -> None:
-        assert self._chosen is not None
-        self._kept_from = max(self._kept_from, least)
-        if source.snapshot != self._chosen.snapshot and number <= self._chosen.started:
+        assert self._chosen_source is not None
+        self._first_retained = max(self._first_retained, first_retained)
+        if (
+            source.snapshot_key != self._chosen_source.snapshot_key
+            and number <= self._chosen_source.num_started
+        ):
             return
-        if number in self.results or (number < self._kept_from and number not in self._contents):
-            source.fetched.append(number)
+        if number in self.results or (number < self._first_retained and number not in self._contents):
+            source.fetched_numbers.append(number)
             return
         source.results.add(number)
         if number not in self._index:
-            self._index[number] = exchange, part, begun
+            self._index[number] = exchange, part, begun_step
             self._numbers[exchange, part] = number
             self._contents[number] = _Content(nbytes)
 
-    def _hear_view(
+    def _handle_view(
         self, number: int, members: Sequence[int], newest: Sequence[int], changes: Sequence[Any]
     ) -> None:
         """Enters a view announced by members: results that it does not contain are repeated."""
-        if number <= self._view:
+        if number <= self._view_number:
             return
-        self._view = number
-        self._take_changes(changes)
+        self._view_number = number
+        self._replace_changes(changes)
         for rank in self._sources.keys() - set(members):
-            self.drop(rank)
+            self.drop_member(rank)
         base, *later = newest
         lost_numbers = [n for n in self._index if n > base and n not in later]
-        if any(n in self.followed for n in lost_numbers):
+        if any(n in self.followed_exchanges for n in lost_numbers):
             self._restart("a result that this replica has followed is made again")
-            self._want()
+            self._request_snapshot()
             return
         for n in lost_numbers:
             exchange, part, _ = self._index.pop(n)
@@ -338,113 +362,121 @@ class Follower:
             self.results.pop(n, None)
             for source in self._sources.values():
                 source.results.discard(n)
-                source.fetched = [number for number in source.fetched if number != n]
-                source.asked = {asked: request for asked, request in source.asked.items() if asked[0] != n}
+                source.fetched_numbers = [number for number in source.fetched_numbers if number != n]
+                source.pending_requests = {
+                    asked: request for asked, request in source.pending_requests.items() if asked[0] != n
+                }
 
-    def drop(self, rank: int) -> None:
+    def drop_member(self, rank: int) -> None:
         """Continues without a member."""
         self._release(rank)
         if self._sources.pop(rank, None) is None:
             return
         if self._sources:
-            self._choose()
-            self._request()
+            self._choose_source()
+            self._request_pieces()
         else:
-            self._want()
+            self._request_snapshot()
         self._wake()
 
-    def ask_again(self, rank: int) -> None:
+    def retry_requests(self, rank: int) -> None:
         """Repeats the unanswered requests to a member after its reconnection."""
         self._release(rank)
-        self._request()
+        self._request_pieces()
 
     def _release(self, rank: int) -> None:
         """Cancels the requests to a member."""
         if (source := self._sources.get(rank)) is None:
             return
-        pending, source.asked = source.asked, {}
+        pending, source.pending_requests = source.pending_requests, {}
         for (name, begin), (nbytes, _) in pending.items():
             content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
             if content is not None:
-                content.ranges.insert(0, (begin, begin + nbytes))
+                content.pending_ranges.insert(0, (begin, begin + nbytes))
 
-    def _choose(self) -> None:
+    def _choose_source(self) -> None:
         """Chooses one of the offered snapshots; restarts if the current one is no longer offered."""
-        if self._chosen is not None and any(map(self._is_enough, self._sources.values())):
+        if self._chosen_source is not None and any(map(self._has_enough, self._sources.values())):
             return
         if self._step is not None:
             self._restart("no member is left that has what this replica lacks")
-            self._want()
+            self._request_snapshot()
             return
-        self._chosen = max(self._sources.values(), key=lambda source: source.step)
-        self._parts = {d: content for d, content in self._parts.items() if d in self._chosen.parts}
-        for digest, nbytes in self._chosen.parts.items():
+        self._chosen_source = max(self._sources.values(), key=lambda source: source.step)
+        self._parts = {d: content for d, content in self._parts.items() if d in self._chosen_source.parts}
+        for digest, nbytes in self._chosen_source.parts.items():
             self._parts.setdefault(digest, _Content(nbytes))
 
     # --- fetching ---------------------------------------------------------------------------------------------------
 
-    def _request(self) -> None:
+    def _request_pieces(self) -> None:
         """Requests the next pieces from members, up to their windows."""
-        if self._chosen is None:
+        if self._chosen_source is None:
             return
-        contents: list[tuple[Name, _Content]] = [(d, self._parts[d]) for d in self._chosen.parts]
+        contents: list[tuple[ContentName, _Content]] = [
+            (d, self._parts[d]) for d in self._chosen_source.parts
+        ]
         if self._is_complete():
             contents = sorted(self._contents.items())
-        contents = [(name, content) for name, content in contents if content.ranges]
+        contents = [(name, content) for name, content in contents if content.pending_ranges]
         for rank, source in sorted(self._sources.items()):
             for name, content in contents:
                 is_held = name in source.parts if isinstance(name, str) else name in source.results
-                while is_held and content.ranges and source.room_nbytes > 0:
+                while is_held and content.pending_ranges and source.room_nbytes > 0:
                     max_nbytes = min(max(source.window_nbytes // 4, _PIECE_NBYTES), _MAX_PIECE_NBYTES)
-                    begin, nbytes = content.next_piece(max_nbytes)
-                    source.asked[name, begin] = nbytes, self._runtime.now()
-                    text = json.dumps([self._view, source.fetched, name, begin, nbytes]).encode()
-                    source.fetched.clear()
-                    self._comm.send(text_payload(text), rank, REQUESTS, -1)
+                    begin, nbytes = content.take_range(max_nbytes)
+                    source.pending_requests[name, begin] = nbytes, self._runtime.read_clock()
+                    text = json.dumps(
+                        [self._view_number, source.fetched_numbers, name, begin, nbytes]
+                    ).encode()
+                    source.fetched_numbers.clear()
+                    self._comm.send(build_payload(text), rank, REQUESTS, -1)
 
-    def take(self, rank: int, head: bytes, piece: Tensor) -> None:
+    def receive_piece(self, rank: int, head: bytes, piece: Tensor) -> None:
         """Stores a piece that a member has sent; raises errors as :meth:`handle_news`."""
         name, begin = json.loads(head)
         source = self._sources.get(rank)
-        nbytes, request_s = source.asked.pop((name, begin), (-1, 0.0)) if source is not None else (-1, 0.0)
+        nbytes, request_s = (
+            source.pending_requests.pop((name, begin), (-1, 0.0)) if source is not None else (-1, 0.0)
+        )
         content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
         if source is None or content is None or nbytes < 0:
             return
         if len(piece) != nbytes:
             raise ValueError(f"a piece of {len(piece)} bytes in place of {nbytes}")
         queue_s = _WAITED_FOR_S if self.is_waited_for else _QUEUE_S
-        source.note_answer(nbytes, self._runtime.now() - request_s, queue_s)
-        content.put(begin, piece)
-        self.nbytes += nbytes
+        source.record_answer(nbytes, self._runtime.read_clock() - request_s, queue_s)
+        content.put_piece(begin, piece)
+        self.received_nbytes += nbytes
         if not content.missing_nbytes and isinstance(name, int):
             self.results[name] = unpack_tensors(content.data)
             del self._contents[name]
             for other_source in self._sources.values():
                 if name in other_source.results:
-                    other_source.fetched.append(name)
-            self._fetched += 1
-            self._give_results()
-            self._look_at_backlog()
-        self._request()
+                    other_source.fetched_numbers.append(name)
+            self._num_fetched += 1
+            self._deliver_results()
+            self._check_backlog()
+        self._request_pieces()
         self._wake()
 
-    def _give_results(self) -> None:
+    def _deliver_results(self) -> None:
         """Gives waiting exchanges the results that have arrived."""
-        for key, logged in list(self._waiting.items()):
+        for key, logged in list(self._waiting_exchanges.items()):
             number = self._numbers.get(key)
             if number in self.results:
-                del self._waiting[key]
+                del self._waiting_exchanges[key]
                 logged.number = number
-                self.followed[number] = logged
+                self.followed_exchanges[number] = logged
                 logged.result.set(
                     logged.values.unpack(tuple(tensor.clone() for tensor in self.results[number]))
                 )
 
-    def _look_at_backlog(self) -> None:
+    def _check_backlog(self) -> None:
         """Asks for admission if the backlog no longer shrinks, so that the others wait for the remaining results."""
-        if self._step is None or self._fetched < self._round:
+        if self._step is None or self._num_fetched < self._round_backlog:
             return
         backlog = sum(begun >= self._step for _, _, begun in self._index.values())
-        if self._round and backlog >= self._round:
-            self._ask_once()
-        self._round, self._fetched = backlog, 0
+        if self._round_backlog and backlog >= self._round_backlog:
+            self._request_admission_once()
+        self._round_backlog, self._num_fetched = backlog, 0

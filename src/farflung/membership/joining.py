@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from farflung.comm import ExchangeChannel, Values
-from farflung.comm.failure_detector import BUSY
-from farflung.errors import RunLost, Suspended
-from farflung.membership.connections import REPAIR_S, TAG, text_payload
-from farflung.membership.exchanges import ExchangeLog, Logged
+from farflung.comm import ExchangeChannel, ResultCodec
+from farflung.comm.failure_detector import MAX_IDLE_DEADLINES
+from farflung.errors import ReplicaSuspended, RunLost
+from farflung.membership.connections import REPAIR_S, TAG, build_payload
+from farflung.membership.exchanges import ExchangeLog, LoggedExchange
 from farflung.membership.following import Follower
 from farflung.membership.giving import NEWS, PIECES, WANT
 from farflung.membership.views import View
@@ -42,34 +42,34 @@ class Joiner:
       is_joining: True if it joins the run later, False if it is a member from the start.
     """
 
-    def __init__(self, agreement: Agreement, log: ExchangeLog, joins: bool) -> None:
+    def __init__(self, agreement: Agreement, log: ExchangeLog, is_joining: bool) -> None:
         self._agreement, self._log, self._roster = agreement, log, agreement.roster
         self._runtime, self._comm = agreement.runtime, agreement.runtime.comm
         self._member, self._connections = agreement.member, agreement.connections
-        self.follower = self._new_follower() if joins else None
+        self.follower = self._create_follower() if is_joining else None
         """Client that fetches the state of the run; ``None`` once this member takes part."""
-        self.given_nbytes = 0
+        self.join_nbytes = 0
         """Bytes of the state and of results that this member received before it began."""
-        self.suspended: Suspended | None = None
+        self.suspension: ReplicaSuspended | None = None
         """Error that exchanges fail with until this member is admitted again."""
-        self._unseen: list[View] = []
+        self._deferred_views: list[View] = []
         """Views that were installed before the state had arrived."""
-        self._suspensions: list[float] = []
+        self._suspension_times: list[float] = []
         """Times of suspensions."""
-        self._asks = self._seeks = False
+        self._needs_admission = self._is_seeking = False
         """Flags: it asks for admission, and it looks for members that have the state."""
 
     @property
     def has_begun(self) -> bool:
         """Returns True if this member has, or had, the state of the run."""
-        return self.follower is None or bool(self._suspensions)
+        return self.follower is None or bool(self._suspension_times)
 
-    def _new_follower(self) -> Follower:
+    def _create_follower(self) -> Follower:
         def request() -> None:
-            self._agreement.launch(self.ask())
+            self._agreement.launch(self.send_requests())
 
         return Follower(
-            self._runtime, request, self._ask_to_be_admitted, self._cannot_begin, self._roster.take_changes
+            self._runtime, request, self._request_admission, self._fail_start, self._roster.replace_changes
         )
 
     # --- for the replica --------------------------------------------------------------------------------------------
@@ -79,111 +79,113 @@ class Joiner:
         if (error := self._agreement.error) is not None:
             raise error
         assert self.follower is not None
-        if not self._seeks:
-            self._seeks = True
-            self._agreement.launch(self._seek())
-        self._agreement.launch(self.ask())
-        return await self.follower.snapshot()
+        if not self._is_seeking:
+            self._is_seeking = True
+            self._agreement.launch(self._seek_members())
+        self._agreement.launch(self.send_requests())
+        return await self.follower.receive_snapshot()
 
-    async def follows(self, step: int) -> bool:
+    async def should_follow(self, step: int) -> bool:
         """Waits until a step can be followed; returns False if this member begins at it."""
         assert self.follower is not None
         self._log.step = step
-        start_state = await self.follower.follows(step)
+        start_state = await self.follower.wait_for_step(step)
         if start_state is not None:
             self._begin(start_state)
         return start_state is None
 
-    def _begin(self, begins: Mapping[str, Any]) -> None:
+    def _begin(self, start_state: Mapping[str, Any]) -> None:
         """Begins to take part, with all whole exchanges."""
-        follower, self.follower, self._seeks = self.follower, None, False
+        follower, self.follower, self._is_seeking = self.follower, None, False
         assert follower is not None
-        self.given_nbytes = follower.nbytes
-        self._comm.auto = dict(begins["auto"])
+        self.join_nbytes = follower.received_nbytes
+        self._comm.auto_collectives = dict(start_state["auto"])
         followed = []
-        for number in begins["log"]:
+        for number in start_state["log"]:
             if number not in follower.results:
                 continue  # all members have the result
-            logged = follower.followed.get(number)
+            logged = follower.followed_exchanges.get(number)
             if logged is None:  # this replica did not need it
-                logged = self._logged(*follower.exchange_of(number), number=number)
-                self._log.taken.append(logged)
+                logged = self._build_exchange(*follower.get_exchange(number), number=number)
+                self._log.taken_exchanges.append(logged)
             followed.append(logged)
-        self._log.begin(begins, follower.results, followed)
+        self._log.begin(start_state, follower.results, followed)
         known_view = self._roster.changes[-1].view
-        for before, view in pairwise(self._unseen):
+        for before, view in pairwise(self._deferred_views):
             if view.number > known_view:
-                self._log.change(before.members, view)
+                self._log.record_change(before.members, view)
 
-    def _logged(self, exchange: int, part: int, *more: Any, number: int = 0) -> Logged[Any]:
+    def _build_exchange(self, exchange: int, part: int, *more: Any, number: int = 0) -> LoggedExchange[Any]:
         channel = ExchangeChannel(self._comm, exchange, part)
-        return Logged(channel, Pending(), self._log, number, exchange, part, *more)
+        return LoggedExchange(channel, Pending(), self._log, number, exchange, part, *more)
 
-    def follow(self, number: int, part: int, make: Callable[..., Any], values: Values[T]) -> Logged[T]:
+    def follow_exchange(
+        self, number: int, part: int, make: Callable[..., Any], result_codec: ResultCodec[T]
+    ) -> LoggedExchange[T]:
         """Starts an exchange that takes its result from the members."""
-        logged = self._logged(number, part, make, values)
+        logged = self._build_exchange(number, part, make, result_codec)
         self._agreement.launch(self._follow(logged))
         return logged
 
-    async def _follow(self, logged: Logged[Any]) -> None:
+    async def _follow(self, logged: LoggedExchange[Any]) -> None:
         if self.follower is None:
-            error = self._agreement.error or Suspended("it was started before this replica began")
-            logged.result.fail(error)
+            error = self._agreement.error or ReplicaSuspended("it was started before this replica began")
+            logged.result.set_exception(error)
             return
-        followed = self.follower.followed
-        self._log.taken = [x for x in self._log.taken if x.number in followed]
-        self.follower.follow(logged)
+        followed = self.follower.followed_exchanges
+        self._log.taken_exchanges = [x for x in self._log.taken_exchanges if x.number in followed]
+        self.follower.follow_exchange(logged)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
         """Starts to handle news and pieces from members."""
-        self._agreement.launch(self._take(NEWS, Follower.hear))
-        self._agreement.launch(self._take(PIECES, Follower.take))
+        self._agreement.launch(self._receive_all(NEWS, Follower.handle_news))
+        self._agreement.launch(self._receive_all(PIECES, Follower.receive_piece))
 
-    async def _take(self, tag: Tag, take: Callable[..., None]) -> None:
+    async def _receive_all(self, tag: Tag, handle: Callable[..., None]) -> None:
         while True:
             source, payload = await self._comm.recv_any(tag, deadline_s=math.inf)
             if self.follower is not None:
                 try:
-                    text, *piece = payload.tensors()
-                    take(self.follower, source, bytes(text.numpy()), *piece)
+                    text, *piece = payload.iter_tensors()
+                    handle(self.follower, source, bytes(text.numpy()), *piece)
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                    self._agreement.lose(str(source), is_malformed=True)
+                    self._agreement.mark_lost(str(source), is_malformed=True)
 
-    def hear_of(self, view: View) -> None:
+    def handle_view(self, view: View) -> None:
         """Records a view that has not admitted this member, so that it contacts the members of that view."""
         is_news = view.number > self._roster.view.number and view.holders
         if self.follower is not None and is_news and self._member.name not in view.members:
-            self._roster.enter(view)
+            self._roster.enter_view(view)
 
-    def come(self, name: str) -> None:
+    def handle_connection(self, name: str) -> None:
         """Records that a process is connected again."""
         if self.follower is not None:
-            self.follower.ask_again(int(name))
+            self.follower.retry_requests(int(name))
 
-    def go(self, name: str) -> None:
+    def handle_disconnect(self, name: str) -> None:
         """Records that a process is no longer connected."""
         if self.follower is not None:
-            self.follower.drop(int(name))
-            self._connections.await_back([name])
-            self._agreement.launch(self._miss())
+            self.follower.drop_member(int(name))
+            self._connections.reconnect_lost([name])
+            self._agreement.launch(self._await_members())
 
-    def install(self, view: View) -> bool:
+    def did_defer_view(self, view: View) -> bool:
         """Records a view that contains this member; returns True if it is deferred because the state is missing."""
-        self.suspended, self._asks = None, False
+        self.suspension, self._needs_admission = None, False
         if self.follower is None:
             return False
-        self._unseen.append(view)
+        self._deferred_views.append(view)
         self.follower.is_waited_for = True
         return True
 
-    def suspend(self, error: Suspended) -> None:
+    def suspend(self, error: ReplicaSuspended) -> None:
         """Restarts with another snapshot."""
-        self._unseen = []
+        self._deferred_views = []
         self.end(error)
-        self.follower, self._asks = self._new_follower(), False
-        self._suspensions.append(self._runtime.now())
+        self.follower, self._needs_admission = self._create_follower(), False
+        self._suspension_times.append(self._runtime.read_clock())
 
     def end(self, error: BaseException) -> None:
         """Ends all waits with an error."""
@@ -192,66 +194,70 @@ class Joiner:
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
-    def _ask_to_be_admitted(self) -> None:
+    def _request_admission(self) -> None:
         """Starts to ask all members for admission."""
         if self._member.name not in self._roster.view.members:
-            self._asks = True
-            self._agreement.launch(self.ask())
+            self._needs_admission = True
+            self._agreement.launch(self.send_requests())
 
-    async def ask(self, *names: str) -> None:
+    async def send_requests(self, *names: str) -> None:
         """Asks others for the state, and for admission if this member has caught up or cannot.
 
         A member that was suspended before waits first.
         """
-        if (count := len(self._suspensions)) > 1:
+        if (count := len(self._suspension_times)) > 1:
             wait_s = min(2.0 ** (count - 2), _BACK_OFF_S)
-            await self._runtime.sleep_until(self._suspensions[-1] + wait_s)
+            await self._runtime.sleep_until(self._suspension_times[-1] + wait_s)
         if self.follower is None or self._agreement.error is not None:
             return
-        wants = [] if self.follower.is_too_far_behind else [WANT + b"%d" % self.follower.request]
-        for name in sorted(self._member.connected.intersection(names or self._member.connected)):
-            for text in [*wants, *([ADMIT] if self._asks else [])]:
-                self._comm.send(text_payload(text), int(name), TAG, -1)
+        wants = [] if self.follower.is_too_far_behind else [WANT + b"%d" % self.follower.request_number]
+        for name in sorted(self._member.connected_names.intersection(names or self._member.connected_names)):
+            for text in [*wants, *([ADMIT] if self._needs_admission else [])]:
+                self._comm.send(build_payload(text), int(name), TAG, -1)
 
-    async def _seek(self) -> None:
+    async def _seek_members(self) -> None:
         """Ends a joining member if the members that have the state are silent, or had ended before it came.
 
         A suspended member waits for their return.
         """
         rounds = 0
         while self.follower is not None and self._agreement.error is None:
-            view, began_s = self._roster.view, self._runtime.now()
-            self._connections.ask(view.holders[0])
+            view, began_s = self._roster.view, self._runtime.read_clock()
+            self._connections.send_probes(view.holders[0])
             await self._runtime.sleep_until(began_s + self._agreement.patience_s)
-            heard_s = [self._connections.heard.get(x, -math.inf) for x in view.holders[0]]
+            heard_s = [self._connections.last_received_s.get(x, -math.inf) for x in view.holders[0]]
             if view is not self._roster.view or any(t >= began_s for t in heard_s):
                 rounds = 0
                 continue
             rounds += 1
-            if self.suspended is None or rounds >= BUSY or not self._connections.may_be_back():
-                self._cannot_begin()
+            if (
+                self.suspension is None
+                or rounds >= MAX_IDLE_DEADLINES
+                or not self._connections.can_peers_return()
+            ):
+                self._fail_start()
                 return
-            self._connections.are_silent(view.holders[0])
-            self._connections.await_back(view.holders[0])
+            self._connections.mark_silent(view.holders[0])
+            self._connections.reconnect_lost(view.holders[0])
 
     def _is_alone(self) -> bool:
         """Returns True if no member that has the state is connected."""
-        return not self._member.connected.intersection(self._roster.view.holders[0])
+        return not self._member.connected_names.intersection(self._roster.view.holders[0])
 
-    async def _miss(self) -> None:
+    async def _await_members(self) -> None:
         """Ends a joining member if no member that has the state is connected or reconnects in time."""
         if self._is_alone():
             await self._runtime.sleep_until(
-                self._runtime.now() + min(REPAIR_S, self._agreement.patience_s / 2)
+                self._runtime.read_clock() + min(REPAIR_S, self._agreement.patience_s / 2)
             )
-        if self.suspended is None and self._is_alone():
-            self._cannot_begin()
+        if self.suspension is None and self._is_alone():
+            self._fail_start()
 
-    def _cannot_begin(self) -> None:
+    def _fail_start(self) -> None:
         names = ", ".join(self._roster.view.holders[0])
         self._stop(RunLost(f"rank {self._member.name} cannot begin: members {names} are lost or silent"))
 
-    def cannot_reach(self, rank: int, error: RunLost) -> None:
+    def fail_admission(self, rank: int, error: RunLost) -> None:
         """Ends this member because it cannot reach one that has to admit it."""
         members = self._roster.view.members
         if str(rank) in members and self._member.name not in members:

@@ -1,6 +1,6 @@
 """Agreement on the next view, as a state machine without sockets and clocks.
 
-It is Paxos without a leader, one instance per view. The ballot is the size of a member's knowledge, a :class:`Report`
+It is Paxos without a leader, one instance per view. The ballot is the size of a member's knowledge, a :class:`MemberReport`
 is a promise, and a :class:`Vote` accepts. ``docs/membership.md`` lists the rules, which comments here number, and
 proves them safe.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal, Protocol, TypeAlias
 
-from farflung.membership.messages import Certificate, Fact, Message, Report, Vote
-from farflung.membership.views import View, is_majority, largest_connected, reachable
+from farflung.membership.messages import EndCertificate, Fact, MemberReport, Message, Vote
+from farflung.membership.views import View, find_largest_connected, find_reachable, is_majority
 
-__all__ = ["Certify", "Driver", "Member"]
+__all__ = ["CertificateSigner", "Driver", "Member"]
 
-Certify: TypeAlias = Callable[[str, int, Report | None], Certificate]
+CertificateSigner: TypeAlias = Callable[[str, int, MemberReport | None], EndCertificate]
 """Function that signs a certificate of a name, an exit code and a will."""
 
 
@@ -26,7 +26,7 @@ class Driver(Protocol):
         """Sends a message to a connected process, after all earlier messages to it."""
         ...
 
-    def keep(self, report: Report) -> None:
+    def store_report(self, report: MemberReport) -> None:
         """Stores a report, before it returns, where the supervisor can read it after the end of the process."""
         ...
 
@@ -41,7 +41,7 @@ class Driver(Protocol):
         """
         ...
 
-    def install(self, view: View) -> None:
+    def install_view(self, view: View) -> None:
         """Enters a view.
 
         Exchanges in ``view.whole_exchanges`` are done, and missing ones are adopted from their givers. All later
@@ -51,11 +51,11 @@ class Driver(Protocol):
         """
         ...
 
-    def hand(self, view: View) -> None:
+    def send_handovers(self, view: View) -> None:
         """Sends members of a view their missing results, also after a leave; see :meth:`View.list_handovers`."""
         ...
 
-    def suspend(self, view: View) -> bool:
+    def did_suspend(self, view: View) -> bool:
         """Suspends this process because of a view without it, which it did not ask for.
 
         Returns:
@@ -87,99 +87,99 @@ class Member:
         self,
         name: str,
         driver: Driver,
-        certify: Certify,
+        sign_certificate: CertificateSigner,
         view: View | None = None,
         *,
         quorum: Literal["majority", 1] = "majority",
     ) -> None:
-        self.name, self.view, self.stopped = name, view, False
-        self._driver, self._certify, self._quorum = driver, certify, quorum
-        self.connected, self._guests, self._down = set[str](), set[str](), set[str]()
-        self._certificates: dict[str, Certificate] = {}
-        self._leaving = False
-        self._past = 0
+        self.name, self.view, self.is_stopped = name, view, False
+        self._driver, self._sign_certificate, self._quorum = driver, sign_certificate, quorum
+        self.connected_names, self._guests, self._disconnected_names = set[str](), set[str](), set[str]()
+        self._certificates: dict[str, EndCertificate] = {}
+        self._is_leaving = False
+        self._suspended_view = 0
         """Number of the view that suspended this member."""
-        self.left = False
+        self.has_left = False
         """True if this member has left on its own request: by a view without it, or before it had a view."""
-        self._begin()
+        self._reset_view()
 
-    def _begin(self) -> None:
+    def _reset_view(self) -> None:
         """Resets the state that belongs to one view."""
-        self._know: dict[Fact, int] = {}
-        self._wills: dict[str, Certificate] = {}
-        self._reports: dict[str, Report] = {}
-        self._accepted: dict[Vote, set[str]] = {}
-        self._held: tuple[int, ...] | None = None
+        self._fact_counts: dict[Fact, int] = {}
+        self._view_certificates: dict[str, EndCertificate] = {}
+        self._reports: dict[str, MemberReport] = {}
+        self._voters: dict[Vote, set[str]] = {}
+        self._held_exchanges: tuple[int, ...] | None = None
         self._vote: Vote | None = None
-        self._due = set[str]()
+        self._report_targets = set[str]()
         """Names of processes that must receive a report."""
-        self._grown = False
+        self._has_news = False
         """True if knowledge has grown, so that all connected processes must receive a report."""
 
     @property
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Returns True if exchanges are stopped because the view is ending."""
-        return self._held is not None
+        return self._held_exchanges is not None
 
     # --- events (R1) ------------------------------------------------------------------------------------------------
 
-    def lost(self, name: str) -> None:
+    def handle_loss(self, name: str) -> None:
         """Records that a process is unreachable, or that a message to it may be lost."""
-        self.connected.discard(name)
+        self.connected_names.discard(name)
         self._guests.discard(name)
-        self._down.add(name)
-        self._observe(name)
+        self._disconnected_names.add(name)
+        self._record_link(name)
 
-    def back(self, name: str) -> None:
+    def handle_connection(self, name: str) -> None:
         """Records a new connection to a process that has a view."""
-        self.connected.add(name)
-        self._down.discard(name)
-        self._due.add(name)
-        self._observe(name)
+        self.connected_names.add(name)
+        self._disconnected_names.discard(name)
+        self._report_targets.add(name)
+        self._record_link(name)
 
-    def guest(self, name: str) -> None:
+    def handle_guest(self, name: str) -> None:
         """Records a new connection to a process without a view that asks to join; its settings have been checked."""
         self._guests.add(name)
-        self.back(name)
+        self.handle_connection(name)
 
-    def died(self, certificate: Certificate) -> None:
+    def handle_certificate(self, certificate: EndCertificate) -> None:
         """Records that a process has ended or no longer takes part; its will counts as a report from now."""
-        name, will = certificate.name, certificate.will
+        name, will = certificate.name, certificate.final_report
         if name == self.name or name in self._certificates:
             return
         self._certificates[name] = certificate
-        self.lost(name)
+        self.handle_loss(name)
         if will is not None:
-            self._hear_report(name, will)
+            self._handle_report(name, will)
         if self.view is not None and name in self.view.members:
-            self._wills[name] = certificate
-            self._grown = True
+            self._view_certificates[name] = certificate
+            self._has_news = True
 
     def leave(self) -> None:
         """Requests to be left out of the next view; a process without a view stops at once."""
         if self.view is None:
-            self.left = not self.stopped
+            self.has_left = not self.is_stopped
             self.give_up()
-        elif not self._leaving:
-            self._leaving = True
-            self._wish("leave")
+        elif not self._is_leaving:
+            self._is_leaving = True
+            self._add_wish("leave")
 
-    def redo(self) -> None:
+    def request_new_view(self) -> None:
         """Requests a new view of the same members, for example after the early leave of a state's giver."""
-        if self.view is not None and not self.frozen:
-            self._wish("redo")
+        if self.view is not None and not self.is_frozen:
+            self._add_wish("redo")
 
-    def hear(self, source: str, message: Message) -> None:
+    def handle_message(self, source: str, message: Message) -> None:
         """Handles an arrived message, in the order in which its source has sent them."""
-        if isinstance(message, Report):
-            self._hear_report(source, message)
-        elif isinstance(message, Certificate):
-            self.died(message)
+        if isinstance(message, MemberReport):
+            self._handle_report(source, message)
+        elif isinstance(message, EndCertificate):
+            self.handle_certificate(message)
         elif self.view is not None and message.value.number == self.view.number + 1:
             if source in self.view.members:
-                self._count(source, message)
+                self._count_vote(source, message)
 
-    def settle(self, *, ready: bool = True, admits: bool = True) -> None:
+    def process_events(self, *, can_vote: bool = True, can_admit: bool = True) -> None:
         """Reports changes, and votes if all participants have the same knowledge.
 
         Args:
@@ -187,148 +187,167 @@ class Member:
           can_admit: True if the view may end just for an admission; a driver may wait for the end of exchanges.
         """
         view = None
-        while self.view not in (None, view) and not self.stopped:  # repeat after each installed view
+        while self.view not in (None, view) and not self.is_stopped:  # repeat after each installed view
             view = self.view
-            if not self.frozen and (self._ends() or (admits and self.has_candidates)):
-                self._held = self._driver.freeze()
-                self._grown = True
-            if self._grown:
-                self._due, self._grown = set(self.connected), False
-            if targets := self._due & self.connected:
-                self._due = set()
-                self._tell(targets, self._report())
-            if self.frozen and ready:
-                self._cast()
+            if not self.is_frozen and (self._is_ending() or (can_admit and self.has_candidates)):
+                self._held_exchanges = self._driver.freeze()
+                self._has_news = True
+            if self._has_news:
+                self._report_targets, self._has_news = set(self.connected_names), False
+            if targets := self._report_targets & self.connected_names:
+                self._report_targets = set()
+                self._broadcast(targets, self._build_report())
+            if self.is_frozen and can_vote:
+                self._cast_vote()
 
     @property
     def has_candidates(self) -> bool:
         """Returns True if a process connected to all participants waits for admission."""
-        return self.view is not None and bool(self._admitted(self._part()))
+        return self.view is not None and bool(self._find_admitted(self._find_participants()))
 
     @property
     def ballot(self) -> int:
         """Size of this member's knowledge of the view; it grows with each recorded or received change."""
-        return self._report().ballot
+        return self._build_report().ballot
 
     @property
-    def stranded(self) -> bool:
+    def is_stranded(self) -> bool:
         """Returns True if the view is ending and the reachable members are too few to agree on the next."""
-        if self.view is None or not self.frozen:
+        if self.view is None or not self.is_frozen:
             return False
-        reached = {self.name, *self.connected.intersection(self.view.members)}
-        return not self._is_quorum(reached, self._wills.keys())
+        reached = {self.name, *self.connected_names.intersection(self.view.members)}
+        return not self._is_quorum(reached, self._view_certificates.keys())
 
-    def cuts(self) -> set[frozenset[str]]:
+    def find_cuts(self) -> set[frozenset[str]]:
         """Returns the pairs of members, not certified dead, with a broken connection."""
-        alive = {x for x in self.view.members if x not in self._wills} if self.view is not None else set()
-        pairs = (frozenset((fact.member, fact.other)) for fact, count in self._know.items() if count % 2)
+        alive = (
+            {x for x in self.view.members if x not in self._view_certificates}
+            if self.view is not None
+            else set()
+        )
+        pairs = (
+            frozenset((fact.member, fact.peer)) for fact, count in self._fact_counts.items() if count % 2
+        )
         return {pair for pair in pairs if len(pair) == 2 and pair <= alive}
 
     def end(self) -> None:
         """Stops this member because its process ends on its own, and certifies that (R9), so that nobody waits."""
-        if not self.stopped:
-            if self.view is not None and not self.frozen:
-                self._held = self._driver.freeze()
+        if not self.is_stopped:
+            if self.view is not None and not self.is_frozen:
+                self._held_exchanges = self._driver.freeze()
             self.give_up()
 
     def give_up(self) -> None:
         """Stops without an agreement after the driver's patience has run out, and announces it (R9)."""
-        if self.stopped or not (self.view is None or self.frozen):
+        if self.is_stopped or not (self.view is None or self.is_frozen):
             return
         will = None
         reason = "no view has admitted this process"
         if self.view is not None:
-            will = self._report()
-            self._driver.keep(will)
-            alive = [x for x in self.view.members if x not in self._wills]
-            reached = [x for x in alive if x in self.connected]
+            will = self._build_report()
+            self._driver.store_report(will)
+            alive = [x for x in self.view.members if x not in self._view_certificates]
+            reached = [x for x in alive if x in self.connected_names]
             unreached = [x for x in alive if x not in (self.name, *reached)]
             reason = (
                 f"no agreement on view {self.view.number + 1}; connected: {', '.join(reached) or 'none'}; "
                 f"may be alive: {', '.join(unreached) or 'none'}; "
                 f"needed: more than half of {len(alive)} members, or half with {alive[0]}"
             )
-        for name in sorted(self.connected):
-            self._driver.send(name, self._certify(self.name, 0, will))
+        for name in sorted(self.connected_names):
+            self._driver.send(name, self._sign_certificate(self.name, 0, will))
         self._stop(reason)
 
     # --- knowledge (R1, R7) -----------------------------------------------------------------------------------------
 
-    def _hear_report(self, source: str, report: Report) -> None:
-        for certificate in report.wills.values():
-            self.died(certificate)
-        if report.view.number > (self._past if self.view is None else self.view.number):
+    def _handle_report(self, source: str, report: MemberReport) -> None:
+        for certificate in report.certificates.values():
+            self.handle_certificate(certificate)
+        if report.view.number > (self._suspended_view if self.view is None else self.view.number):
             if self.view is not None or self.name in report.view.members:
-                self._install(report.view)
+                self._install_view(report.view)
         if self.view is None:
             return
         self._guests.discard(source)  # it has a view
-        self._observe(source)
+        self._record_link(source)
         if report.view.number < self.view.number:
-            self._due.add(source)
+            self._report_targets.add(source)
         elif report.view == self.view:  # with a quorum of 1 there may be several views of a number
             self._reports[source] = report
-            self._learn(report.know)
+            self._merge_facts(report.fact_counts)
 
-    def _learn(self, know: Mapping[Fact, int]) -> None:
-        for fact, count in know.items():
-            if count > self._know.get(fact, 0):
-                self._know[fact] = count
-                self._grown = True
+    def _merge_facts(self, fact_counts: Mapping[Fact, int]) -> None:
+        for fact, count in fact_counts.items():
+            if count > self._fact_counts.get(fact, 0):
+                self._fact_counts[fact] = count
+                self._has_news = True
 
-    def _observe(self, name: str) -> None:
+    def _record_link(self, name: str) -> None:
         """Counts a change of the link to a process; links start whole for members, and cut for guests."""
         if self.view is None or name == self.name:
             return
         fact = Fact("link", self.name, name)
         if name not in self.view.members:
-            count, is_whole = self._know.get(fact, 1), name in self._guests
+            count, is_whole = self._fact_counts.get(fact, 1), name in self._guests
         elif name in self._certificates:
             return
         else:
-            count, is_whole = self._know.get(fact, 0), name not in self._down
+            count, is_whole = self._fact_counts.get(fact, 0), name not in self._disconnected_names
         if (count % 2 == 0) != is_whole:
-            self._learn({fact: count + 1})
+            self._merge_facts({fact: count + 1})
 
-    def _wish(self, kind: Literal["leave", "redo"]) -> None:
+    def _add_wish(self, kind: Literal["leave", "redo"]) -> None:
         fact = Fact(kind, self.name)
-        self._learn({fact: self._know.get(fact, 0) + 1})
+        self._merge_facts({fact: self._fact_counts.get(fact, 0) + 1})
 
-    def _report(self) -> Report:
+    def _build_report(self) -> MemberReport:
         assert self.view is not None
-        return Report(self.view, dict(self._know), dict(self._wills), self._held, self._vote)
+        return MemberReport(
+            self.view,
+            dict(self._fact_counts),
+            dict(self._view_certificates),
+            self._held_exchanges,
+            self._vote,
+        )
 
-    def _tell(self, names: Collection[str], message: Report | Vote) -> None:
+    def _broadcast(self, names: Collection[str], message: MemberReport | Vote) -> None:
         """Stores the report, then sends a message (R8)."""
-        self._driver.keep(self._report())
+        self._driver.store_report(self._build_report())
         for name in sorted(names):
             self._driver.send(name, message)
 
     # --- what follows from knowledge (R2 to R5) ---------------------------------------------------------------------
 
-    def _ends(self) -> bool:
+    def _is_ending(self) -> bool:
         """Returns True if the view ends (R2): by a cut, even one that has healed, a death or a wish."""
         assert self.view is not None
         members = set(self.view.members)
         return (
-            bool(self._wills)
-            or any(fact.kind != "link" or fact.other in members for fact in self._know)
-            or any(report.held is not None for report in self._reports.values())
+            bool(self._view_certificates)
+            or any(fact.kind != "link" or fact.peer in members for fact in self._fact_counts)
+            or any(report.held_exchanges is not None for report in self._reports.values())
         )
 
-    def _part(self) -> list[str]:
+    def _find_participants(self) -> list[str]:
         """Returns the participants of the agreement (R3), by seniority."""
         assert self.view is not None
-        links = ((fact, count) for fact, count in self._know.items() if fact.kind == "link")
-        cut = {(fact.member, fact.other) for fact, count in links if count % 2}
-        alive = [x for x in self.view.members if x not in self._wills]
-        return largest_connected(reachable(self.name, alive, cut) if self._quorum == 1 else alive, cut)
+        links = ((fact, count) for fact, count in self._fact_counts.items() if fact.kind == "link")
+        cut = {(fact.member, fact.peer) for fact, count in links if count % 2}
+        alive = [x for x in self.view.members if x not in self._view_certificates]
+        return find_largest_connected(
+            find_reachable(self.name, alive, cut) if self._quorum == 1 else alive, cut
+        )
 
-    def _admitted(self, part: Iterable[str]) -> list[str]:
+    def _find_admitted(self, participants: Iterable[str]) -> list[str]:
         """Returns the guests that are connected to all participants."""
         assert self.view is not None
-        guests = {fact.other for fact in self._know if fact.kind == "link"}.difference(self.view.members)
-        links = {guest: [self._know.get(Fact("link", name, guest), 1) for name in part] for guest in guests}
+        guests = {fact.peer for fact in self._fact_counts if fact.kind == "link"}.difference(
+            self.view.members
+        )
+        links = {
+            guest: [self._fact_counts.get(Fact("link", name, guest), 1) for name in participants]
+            for guest in guests
+        }
         return sorted(guest for guest, counts in links.items() if not any(count % 2 for count in counts))
 
     def _is_quorum(self, names: Collection[str], dead: Collection[str]) -> bool:
@@ -336,43 +355,57 @@ class Member:
         assert self.view is not None
         return self._quorum == 1 or is_majority(set(names), self.view.members, dead)
 
-    def _cast(self) -> None:
+    def _cast_vote(self) -> None:
         """Casts a vote, once per ballot, if all participants have reported the same knowledge (R5)."""
         assert self.view is not None
-        part, dead, own_report = self._part(), tuple(sorted(self._wills)), self._report()
+        part, dead, own_report = (
+            self._find_participants(),
+            tuple(sorted(self._view_certificates)),
+            self._build_report(),
+        )
         if self.name not in part or not self._is_quorum(part, dead):
             return
         if self._vote is not None and self._vote.ballot >= own_report.ballot:
             return
-        reports = self._unanimous(part, own_report)
+        reports = self._collect_unanimous(part, own_report)
         if reports is not None:
-            self._vote = Vote(own_report.ballot, dead, self._value(reports))
-            self._tell(self.connected.intersection(self.view.members), self._vote)
-            self._count(self.name, self._vote)
+            self._vote = Vote(own_report.ballot, dead, self._choose_value(reports))
+            self._broadcast(self.connected_names.intersection(self.view.members), self._vote)
+            self._count_vote(self.name, self._vote)
 
-    def _unanimous(self, part: Iterable[str], own: Report) -> dict[str, Report] | None:
+    def _collect_unanimous(
+        self, participants: Iterable[str], own_report: MemberReport
+    ) -> dict[str, MemberReport] | None:
         """Returns the reports of all participants if they are frozen and agree with this member's knowledge."""
         reports = {}
-        for name in part:
-            report = own if name == self.name else self._reports.get(name)
-            if report is None or report.held is None or report.know != own.know:
+        for name in participants:
+            report = own_report if name == self.name else self._reports.get(name)
+            if (
+                report is None
+                or report.held_exchanges is None
+                or report.fact_counts != own_report.fact_counts
+            ):
                 return None
-            if report.wills.keys() != own.wills.keys():
+            if report.certificates.keys() != own_report.certificates.keys():
                 return None
             reports[name] = report
         return reports
 
-    def _value(self, reports: Mapping[str, Report]) -> View:
+    def _choose_value(self, reports: Mapping[str, MemberReport]) -> View:
         """Returns the value of the highest ballot in a report or will; otherwise the successor view."""
-        wills = [x.will for x in self._wills.values() if x.will is not None and x.will.view == self.view]
+        wills = [
+            x.final_report
+            for x in self._view_certificates.values()
+            if x.final_report is not None and x.final_report.view == self.view
+        ]
         earlier = [report.vote for report in (*reports.values(), *wills) if report.vote is not None]
-        return max(earlier, key=lambda vote: vote.ballot).value if earlier else self._successor(reports)
+        return max(earlier, key=lambda vote: vote.ballot).value if earlier else self._build_successor(reports)
 
-    def _successor(self, reports: Mapping[str, Report]) -> View:
+    def _build_successor(self, reports: Mapping[str, MemberReport]) -> View:
         assert self.view is not None
-        leaving_names = {x for x in reports if Fact("leave", x) in self._know}
-        members = (*(x for x in reports if x not in leaving_names), *self._admitted(reports))
-        held_exchanges = {x: report.held for x, report in reports.items() if report.held}
+        leaving_names = {x for x in reports if Fact("leave", x) in self._fact_counts}
+        members = (*(x for x in reports if x not in leaving_names), *self._find_admitted(reports))
+        held_exchanges = {x: report.held_exchanges for x, report in reports.items() if report.held_exchanges}
         if not held_exchanges:
             return View(self.view.number + 1, members, (), ())
         base = min(numbers[0] for numbers in held_exchanges.values())
@@ -386,47 +419,49 @@ class Member:
 
     # --- decision (R6) ----------------------------------------------------------------------------------------------
 
-    def _count(self, name: str, vote: Vote) -> None:
+    def _count_vote(self, name: str, vote: Vote) -> None:
         """Counts a vote, and installs its value if a quorum has cast it, at any ballot."""
-        names = self._accepted.setdefault(vote, set())
+        names = self._voters.setdefault(vote, set())
         names.add(name)
-        if self._is_quorum(names, vote.dead):
-            self._install(vote.value)
+        if self._is_quorum(names, vote.dead_members):
+            self._install_view(vote.value)
 
-    def _install(self, view: View) -> None:
+    def _install_view(self, view: View) -> None:
         """Enters a view with the facts that persist, or stops if it excludes this process."""
-        if self.stopped:
+        if self.is_stopped:
             return
         is_evicted = self.name not in view.members
-        if is_evicted and not self._leaving and self._driver.suspend(view):
-            self.view, self._past = None, view.number
-            self._begin()
+        if is_evicted and not self._is_leaving and self._driver.did_suspend(view):
+            self.view, self._suspended_view = None, view.number
+            self._reset_view()
             return
         gone_names = set(self.view.members if self.view else ()).difference(view.members)
         self.view = view
-        self._begin()
+        self._reset_view()
         for name in gone_names:  # names are never reused
             self._certificates.pop(name, None)
-            self._down.discard(name)
-        self.left = is_evicted and self._leaving
+            self._disconnected_names.discard(name)
+        self.has_left = is_evicted and self._is_leaving
         if not is_evicted:
-            self._wills = {x: self._certificates[x] for x in view.members if x in self._certificates}
+            self._view_certificates = {
+                x: self._certificates[x] for x in view.members if x in self._certificates
+            }
             for name in (*view.members, *self._guests):
-                self._observe(name)
-            if self._leaving:
-                self._wish("leave")
-        self._grown = True
-        if is_evicted or not view.newest:
-            self._tell(self.connected, self._report())
+                self._record_link(name)
+            if self._is_leaving:
+                self._add_wish("leave")
+        self._has_news = True
+        if is_evicted or not view.whole_exchanges:
+            self._broadcast(self.connected_names, self._build_report())
         else:
-            self._driver.install(view)
-        if any(transfer.giver == self.name for transfer in view.transfers()):
-            self._driver.hand(view)
+            self._driver.install_view(view)
+        if any(transfer.giver == self.name for transfer in view.list_handovers()):
+            self._driver.send_handovers(view)
         if is_evicted:
-            self._stop(f"{'left with' if self.left else 'evicted by'} view {view.number}")
-        elif not view.newest:
+            self._stop(f"{'left with' if self.has_left else 'evicted by'} view {view.number}")
+        elif not view.whole_exchanges:
             self._stop(f"no member of view {view.number} holds the model")
 
     def _stop(self, reason: str) -> None:
-        self.stopped = True
+        self.is_stopped = True
         self._driver.stop(reason)

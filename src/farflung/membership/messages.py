@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 from farflung.membership.views import View
 
-__all__ = ["Certificate", "Fact", "Malformed", "Message", "MessageCodec", "Report", "Vote"]
+__all__ = ["EndCertificate", "Fact", "MalformedMessage", "MemberReport", "Message", "MessageCodec", "Vote"]
 
 _MAX_NBYTES, _MAX_LIST, _MAX_NAME = 1 << 22, 1 << 16, 64
 
 
-class Malformed(ValueError):
+class MalformedMessage(ValueError):
     """Error of a message that lacks the form of its kind, or of a certificate with a wrong signature."""
 
 
@@ -38,7 +38,7 @@ class Fact(NamedTuple):
 
     kind: str
     member: str
-    other: str = ""
+    peer: str = ""
 
 
 class Vote(NamedTuple):
@@ -51,11 +51,11 @@ class Vote(NamedTuple):
     """
 
     ballot: int
-    dead: tuple[str, ...]
+    dead_members: tuple[str, ...]
     value: View
 
 
-class Report(NamedTuple):
+class MemberReport(NamedTuple):
     """Knowledge of a member in its view; it promises to vote at no smaller ballot.
 
     Args:
@@ -67,18 +67,18 @@ class Report(NamedTuple):
     """
 
     view: View
-    know: Mapping[Fact, int]
-    wills: Mapping[str, Certificate]
-    held: tuple[int, ...] | None
+    fact_counts: Mapping[Fact, int]
+    certificates: Mapping[str, EndCertificate]
+    held_exchanges: tuple[int, ...] | None
     vote: Vote | None
 
     @property
     def ballot(self) -> int:
         """Size of the knowledge: the sum of its counts, and the number of certificates."""
-        return sum(self.know.values()) + len(self.wills)
+        return sum(self.fact_counts.values()) + len(self.certificates)
 
 
-class Certificate(NamedTuple):
+class EndCertificate(NamedTuple):
     """Certificate that a process has ended or no longer takes part, with the last report that it may have sent.
 
     Args:
@@ -90,44 +90,44 @@ class Certificate(NamedTuple):
 
     name: str
     exit_code: int
-    will: Report | None
+    final_report: MemberReport | None
     signature: str
 
 
-Message: TypeAlias = Report | Vote | Certificate
+Message: TypeAlias = MemberReport | Vote | EndCertificate
 """Message between members; supervisors send certificates only."""
 
 
 class _Count(NamedTuple):
     kind: str
     member: str
-    other: str
+    peer: str
     number: int
 
 
-class _Report(NamedTuple):
+class _FlatReport(NamedTuple):
     """Report as it is sent, with the names of its certificates; each certificate is sent once beside it."""
 
     view: View
-    know: tuple[_Count, ...]
-    wills: tuple[str, ...]
-    held: tuple[int, ...] | None
+    fact_counts: tuple[_Count, ...]
+    certificate_names: tuple[str, ...]
+    held_exchanges: tuple[int, ...] | None
     vote: Vote | None
 
 
-class _Certificate(NamedTuple):
+class _FlatCertificate(NamedTuple):
     name: str
     exit_code: int
-    will: _Report | None
+    final_report: _FlatReport | None
     signature: str
 
 
 class _Envelope(NamedTuple):
     """Message as it is sent; without report and vote it is the last of the certificates."""
 
-    report: _Report | None
+    report: _FlatReport | None
     vote: Vote | None
-    certificates: tuple[_Certificate, ...]
+    certificates: tuple[_FlatCertificate, ...]
 
 
 class MessageCodec:
@@ -142,24 +142,26 @@ class MessageCodec:
             raise ValueError("the key of a run must not be empty")
         self._key = key
 
-    def certify(self, name: str, exit_code: int, will: Report | None) -> Certificate:
+    def sign_certificate(
+        self, name: str, exit_code: int, final_report: MemberReport | None
+    ) -> EndCertificate:
         """Signs a certificate; a supervisor must wait until ``waitpid`` has returned for the process."""
-        signed = [name, exit_code, None if will is None else _flat(will)]
-        digest = hmac.new(self._key, _text(signed), hashlib.sha256).hexdigest()
-        return Certificate(name, exit_code, will, digest)
+        signed = [name, exit_code, None if final_report is None else _flatten_report(final_report)]
+        digest = hmac.new(self._key, _encode_json(signed), hashlib.sha256).hexdigest()
+        return EndCertificate(name, exit_code, final_report, digest)
 
     def encode(self, message: Message) -> bytes:
         """Encodes a message as JSON; certificates follow those that their wills name."""
-        certificates: dict[str, _Certificate] = {}
+        certificates: dict[str, _FlatCertificate] = {}
         if isinstance(message, Vote):
             envelope = _Envelope(None, message, ())
-        elif isinstance(message, Report):
-            _collect(message.wills, certificates)
-            envelope = _Envelope(_flat(message), None, tuple(certificates.values()))
+        elif isinstance(message, MemberReport):
+            _collect_certificates(message.certificates, certificates)
+            envelope = _Envelope(_flatten_report(message), None, tuple(certificates.values()))
         else:
-            _collect({message.name: message}, certificates)
+            _collect_certificates({message.name: message}, certificates)
             envelope = _Envelope(None, None, tuple(certificates.values()))
-        return _text(envelope)
+        return _encode_json(envelope)
 
     def decode(self, data: bytes) -> Message:
         """Decodes a message.
@@ -168,113 +170,125 @@ class MessageCodec:
           MalformedMessage: The bytes encode no message, or a certificate's signature is wrong.
         """
         if len(data) > _MAX_NBYTES:
-            raise Malformed(f"a message of {len(data):,} bytes; at most {_MAX_NBYTES:,} are allowed")
+            raise MalformedMessage(f"a message of {len(data):,} bytes; at most {_MAX_NBYTES:,} are allowed")
         try:
             plain = json.loads(data)
         except (ValueError, RecursionError):
-            raise Malformed("not JSON") from None
-        envelope: _Envelope = _checked(plain, _Envelope)
-        certificates: dict[str, Certificate] = {}
+            raise MalformedMessage("not JSON") from None
+        envelope: _Envelope = _parse_value(plain, _Envelope)
+        certificates: dict[str, EndCertificate] = {}
         for name, exit_code, flat, signature in envelope.certificates:
-            will = None if flat is None else _report(flat, certificates)
-            certificate = self.certify(name, exit_code, will)
+            will = None if flat is None else _unflatten_report(flat, certificates)
+            certificate = self.sign_certificate(name, exit_code, will)
             if not name or name in certificates or not hmac.compare_digest(certificate.signature, signature):
-                raise Malformed(
+                raise MalformedMessage(
                     f"certificate of {name or 'no process'}: given twice, or its signature is wrong"
                 )
             certificates[name] = certificate
         if envelope.report is not None and envelope.vote is None:
-            return _report(envelope.report, certificates)
+            return _unflatten_report(envelope.report, certificates)
         if envelope.vote is not None and envelope.report is None and not certificates:
             _check_vote(envelope.vote)
             return envelope.vote
         if envelope.vote is None and certificates:
             return certificates[envelope.certificates[-1].name]
-        raise Malformed("neither a report, nor a vote, nor a certificate")
+        raise MalformedMessage("neither a report, nor a vote, nor a certificate")
 
 
-def _text(value: object) -> bytes:
+def _encode_json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
-def _flat(report: Report) -> _Report:
-    know = tuple(_Count(*fact, count) for fact, count in sorted(report.know.items()))
-    return _Report(report.view, know, tuple(sorted(report.wills)), report.held, report.vote)
+def _flatten_report(report: MemberReport) -> _FlatReport:
+    know = tuple(_Count(*fact, count) for fact, count in sorted(report.fact_counts.items()))
+    return _FlatReport(
+        report.view, know, tuple(sorted(report.certificates)), report.held_exchanges, report.vote
+    )
 
 
-def _collect(wills: Mapping[str, Certificate], into: dict[str, _Certificate]) -> None:
+def _collect_certificates(
+    certificates: Mapping[str, EndCertificate], collected: dict[str, _FlatCertificate]
+) -> None:
     """Collects certificates in sending order: after those that their wills name."""
-    for name, exit_code, will, signature in wills.values():
-        if name not in into:
+    for name, exit_code, will, signature in certificates.values():
+        if name not in collected:
             if will is not None:
-                _collect(will.wills, into)
-            into[name] = _Certificate(name, exit_code, None if will is None else _flat(will), signature)
+                _collect_certificates(will.certificates, collected)
+            collected[name] = _FlatCertificate(
+                name, exit_code, None if will is None else _flatten_report(will), signature
+            )
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _report(flat: _Report, certificates: Mapping[str, Certificate]) -> Report:
+def _unflatten_report(flat: _FlatReport, certificates: Mapping[str, EndCertificate]) -> MemberReport:
     view, counts, wills, held, vote = flat
     _check_view(view)
     know: dict[Fact, int] = {}
     for kind, member, peer, count in counts:
         if kind not in ("link", "leave", "redo") or (kind == "link") != bool(peer) or not member or count < 1:
-            raise Malformed("knowledge: not a fact with its count")
+            raise MalformedMessage("knowledge: not a fact with its count")
         know[Fact(kind, member, peer)] = count
-    if len(know) < len(counts) or not _ascending(wills):
-        raise Malformed("knowledge: a fact or a certificate is given twice")
+    if len(know) < len(counts) or not _is_ascending(wills):
+        raise MalformedMessage("knowledge: a fact or a certificate is given twice")
     if not certificates.keys() >= set(wills) or not set(wills) <= set(view.members):
-        raise Malformed("knowledge: the certificate of a member is missing")
-    if held is not None and not _ascending(held):
-        raise Malformed("held: exchanges are not in ascending order")
+        raise MalformedMessage("knowledge: the certificate of a member is missing")
+    if held is not None and not _is_ascending(held):
+        raise MalformedMessage("held: exchanges are not in ascending order")
     if vote is not None:
         _check_vote(vote)
         if vote.value.number != view.number + 1:
-            raise Malformed("vote: not for the view after the report's")
-    return Report(view, know, {name: certificates[name] for name in wills}, held, vote)
+            raise MalformedMessage("vote: not for the view after the report's")
+    return MemberReport(view, know, {name: certificates[name] for name in wills}, held, vote)
 
 
 def _check_vote(vote: Vote) -> None:
     _check_view(vote.value)
-    if not _ascending(vote.dead) or vote.value.number < 2:
-        raise Malformed("vote: a dead member is named twice, or the view has no predecessor")
+    if not _is_ascending(vote.dead_members) or vote.value.number < 2:
+        raise MalformedMessage("vote: a dead member is named twice, or the view has no predecessor")
 
 
 def _check_view(view: View) -> None:
     if view.number < 1 or len(set(view.members)) < len(view.members) or not all(view.members):
-        raise Malformed("view: number or members are wrong")
-    if not _ascending(view.newest) or len(view.holders) != len(view.newest) or not all(view.holders):
-        raise Malformed("view: exchanges or their holders are wrong")
+        raise MalformedMessage("view: number or members are wrong")
+    if (
+        not _is_ascending(view.whole_exchanges)
+        or len(view.holders) != len(view.whole_exchanges)
+        or not all(view.holders)
+    ):
+        raise MalformedMessage("view: exchanges or their holders are wrong")
 
 
-def _ascending(values: Collection[Any]) -> bool:
+def _is_ascending(values: Collection[Any]) -> bool:
     return list(values) == sorted(set(values))
 
 
-def _checked(value: Any, due: Any) -> Any:
+def _parse_value(value: Any, expected: Any) -> Any:
     """Returns parsed JSON as the expected type, which consists of named tuples, tuples, int, str and None."""
-    if isinstance(due, types.UnionType):
-        return None if value is None else _checked(value, typing.get_args(due)[0])
-    if due is int:
+    if isinstance(expected, types.UnionType):
+        return None if value is None else _parse_value(value, typing.get_args(expected)[0])
+    if expected is int:
         if type(value) is not int or not -(1 << 8) <= value < 1 << 48:
-            raise Malformed("not an integer, or out of range")
+            raise MalformedMessage("not an integer, or out of range")
         return value
-    if due is str:
+    if expected is str:
         if type(value) is not str or len(value) > _MAX_NAME or not (value.isascii() and value.isprintable()):
-            raise Malformed(f"not a string of at most {_MAX_NAME} printable ASCII characters")
+            raise MalformedMessage(f"not a string of at most {_MAX_NAME} printable ASCII characters")
         return value
     if not isinstance(value, list) or len(value) > _MAX_LIST:
-        raise Malformed("not a list, or too long")
-    if typing.get_origin(due) is tuple:
-        return tuple(_checked(item, typing.get_args(due)[0]) for item in value)
-    fields = _FIELDS[due]
+        raise MalformedMessage("not a list, or too long")
+    if typing.get_origin(expected) is tuple:
+        return tuple(_parse_value(item, typing.get_args(expected)[0]) for item in value)
+    fields = _FIELDS[expected]
     if len(value) != len(fields):
-        raise Malformed(f"a {due.__name__.strip('_').lower()} has {len(fields)} fields, not {len(value)}")
-    return due(*(_checked(item, field) for item, field in zip(value, fields, strict=True)))
+        raise MalformedMessage(
+            f"a {expected.__name__.strip('_').lower()} has {len(fields)} fields, not {len(value)}"
+        )
+    return expected(*(_parse_value(item, field) for item, field in zip(value, fields, strict=True)))
 
 
 _FIELDS = {
     kind: tuple(get_type_hints(kind).values())
-    for kind in (View, Vote, _Count, _Report, _Certificate, _Envelope)
+    for kind in (View, Vote, _Count, _FlatReport, _FlatCertificate, _Envelope)
 }

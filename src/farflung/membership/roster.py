@@ -20,71 +20,71 @@ class Roster:
       max_steps_ahead: Maximum number of steps that a member begins after the last one whose exchanges are all whole.
     """
 
-    def __init__(self, view: View, change: Change, reach: int) -> None:
+    def __init__(self, view: View, change: Change, max_steps_ahead: int) -> None:
         self.view = view
         """Newest view that is installed, or known to a joining member."""
-        self.known = set(view.members)
+        self.known_names = set(view.members)
         """Names of all present and former members."""
         self.changes = [change]
         """Changes of the members that take samples, by their first step."""
-        self.begins: dict[int, int] = {}
+        self.first_steps: dict[int, int] = {}
         """First step of each member that has joined."""
-        self._reach = reach
+        self._max_steps_ahead = max_steps_ahead
 
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks of the newest view, by seniority."""
         return tuple(map(int, self.view.members))
 
-    def enter(self, view: View) -> None:
+    def enter_view(self, view: View) -> None:
         """Sets the newest view."""
         self.view = view
-        self.known.update(view.members)
+        self.known_names.update(view.members)
 
-    def at(self, step: int) -> Change:
+    def find_change(self, step: int) -> Change:
         """Returns the change that is in force at a step."""
         return next((x for x in reversed(self.changes) if x.step <= step), self.changes[0])
 
-    def joiners(self, step: int) -> list[int]:
+    def list_joiners(self, step: int) -> list[int]:
         """Returns the ranks that begin at a step."""
-        return [rank for rank in self.at(step).ranks if self.begins.get(rank, -1) == step]
+        return [rank for rank in self.find_change(step).ranks if self.first_steps.get(rank, -1) == step]
 
-    def contributors(self, step: int) -> list[int]:
+    def list_contributors(self, step: int) -> list[int]:
         """Returns the members of the view that take part in exchanges which start after a step has begun."""
-        return [rank for rank in self.members if self.begins.get(rank, 0) <= step]
+        return [rank for rank in self.members if self.first_steps.get(rank, 0) <= step]
 
-    def counted(self, step: int) -> int:
+    def count_batches(self, step: int) -> int:
         """Returns the number of batches taken at a step, minus those returned at it."""
-        return len(self.at(step).ranks) - len(self._given_back(step))
+        return len(self.find_change(step).ranks) - len(self._list_returned_batches(step))
 
-    def give_back(self, step: int, sampler: Sampler) -> None:
+    def return_batches(self, step: int, sampler: Sampler) -> None:
         """Returns the samples of lost members to a sampler if a change takes effect at a step."""
-        for before, place in self._given_back(step):
-            sampler.give_back(before, place)
+        for before, place in self._list_returned_batches(step):
+            sampler.return_batch(before, place)
 
-    def _given_back(self, step: int) -> list[tuple[int, int]]:
+    def _list_returned_batches(self, step: int) -> list[tuple[int, int]]:
         """Returns the batches returned at a step: the step at which each was taken, and its place in that step."""
         if all(change.step != step for change in self.changes):
             return []
         return [
-            (before, self.at(before).ranks.index(rank))
-            for (before, rank), change in self._lost_batches().items()
+            (before, self.find_change(before).ranks.index(rank))
+            for (before, rank), change in self._find_lost_batches().items()
             if change.step == step
         ]
 
-    def _lost_batches(self) -> dict[tuple[int, int], Change]:
+    def _find_lost_batches(self) -> dict[tuple[int, int], Change]:
         """Returns the change that returns each batch, by the step at which it was taken and the rank."""
         first_last = sorted(self.changes, key=lambda change: (change.step, change.view), reverse=True)
         return {
             (before, rank): change
             for change in first_last  # the first change overwrites later ones
-            for before in change.again
-            for rank in change.lost
-            if rank in self.at(before).ranks
+            for before in change.repeated_steps
+            for rank in change.lost_ranks
+            if rank in self.find_change(before).ranks
         }
 
-    def change(
-        self, before: Sequence[str], view: View, complete: Iterable[tuple[int, int]], now: float
+    def record_change(
+        self, previous_members: Sequence[str], view: View, step_ends: Iterable[tuple[int, int]], time_s: float
     ) -> None:
         """Records the first step at which the members of a view take samples.
 
@@ -96,39 +96,44 @@ class Roster:
         """
         lost, joined = (
             tuple(int(name) for name in names if name not in other_names)
-            for names, other_names in ((before, view.members), (view.members, before))
+            for names, other_names in ((previous_members, view.members), (view.members, previous_members))
         )
-        last_whole, newest = view.newest[0], set(view.newest)
+        last_whole, newest = view.whole_exchanges[0], set(view.whole_exchanges)
         while last_whole + 1 in newest:
             last_whole += 1
-        last_done = max(step for number, step in complete if number <= last_whole)
+        last_done = max(step for number, step in step_ends if number <= last_whole)
         ranks = tuple(map(int, view.members))
         # Later steps need exchanges of the new view: no member has begun them, and by then all its members have.
-        first_step = max((self.begins.get(rank, 0) for rank in ranks if rank not in joined), default=0)
-        repeated = range(last_done + 1, max(last_done + 1 + self._reach, first_step))
+        first_step = max((self.first_steps.get(rank, 0) for rank in ranks if rank not in joined), default=0)
+        repeated = range(last_done + 1, max(last_done + 1 + self._max_steps_ahead, first_step))
         # Earlier lost members count if repeated steps were to be completed by a result of theirs.
-        recorded = self._lost_batches()
+        recorded = self._find_lost_batches()
         batches = {
-            (step, rank) for step in repeated for rank in self.at(step).ranks if rank not in (*ranks, *lost)
+            (step, rank)
+            for step in repeated
+            for rank in self.find_change(step).ranks
+            if rank not in (*ranks, *lost)
         }
         lost += tuple(sorted({rank for _, rank in batches.difference(recorded)}))
-        self.changes.append(Change(repeated.stop, ranks, lost, joined, repeated, now, view.number))
-        self.begins.update(dict.fromkeys(joined, repeated.stop))
+        self.changes.append(Change(repeated.stop, ranks, lost, joined, repeated, time_s, view.number))
+        self.first_steps.update(dict.fromkeys(joined, repeated.stop))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the view and the changes as JSON, for replicas that follow."""
         return {
             "number": self.view.number,
             "members": self.members,
-            "newest": self.view.newest,
-            "changes": [[*x[:4], [x.again.start, x.again.stop], *x[5:]] for x in self.changes],
+            "newest": self.view.whole_exchanges,
+            "changes": [
+                [*x[:4], [x.repeated_steps.start, x.repeated_steps.stop], *x[5:]] for x in self.changes
+            ],
         }
 
-    def take_changes(self, changes: Sequence[Any]) -> None:
+    def replace_changes(self, changes: Sequence[Any]) -> None:
         """Replaces the changes by those of :meth:`to_json`."""
         self.changes = [
             Change(step, tuple(ranks), tuple(lost), tuple(joined), range(*steps), t, view)
             for step, ranks, lost, joined, steps, t, view in changes
         ]
         for change in self.changes:
-            self.begins.update(dict.fromkeys(change.joined, change.step))
+            self.first_steps.update(dict.fromkeys(change.joined_ranks, change.step))

@@ -18,9 +18,9 @@ import zlib
 from collections.abc import Mapping
 
 from farflung.comm.visits import Access
-from farflung.membership.messages import Malformed, MessageCodec, Report
+from farflung.membership.messages import MalformedMessage, MemberReport, MessageCodec
 
-__all__ = ["SUPERVISOR", "Page", "certify"]
+__all__ = ["SUPERVISOR", "Page", "announce_end"]
 
 SUPERVISOR = "FARFLUNG_SUPERVISOR"
 """Variable with the supervisor's process id and the descriptor of the page, separated by a colon."""
@@ -43,11 +43,11 @@ class Page:
 
     def __init__(self, fd: int = -1) -> None:
         self._memory = mmap.mmap(fd, 2 * _SLOT)
-        self._count, _ = self._latest()
+        self._num_writes, _ = self._read_latest()
         self._access, self._report = b"", b""
 
     @staticmethod
-    def to_inherit() -> int:
+    def create_memory() -> int:
         """Creates memory for a page, and returns its descriptor."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("farflung")
@@ -58,7 +58,7 @@ class Page:
         return fd
 
     @staticmethod
-    def inherited(environment: Mapping[str, str] = os.environ) -> Page | None:
+    def from_environment(environment: Mapping[str, str] = os.environ) -> Page | None:
         """Returns the page of this process and its supervisor, or ``None``."""
         pid, _, fd = environment.get(SUPERVISOR, "").partition(":")
         if not pid:
@@ -70,12 +70,12 @@ class Page:
             return None
         return Page(int(fd))
 
-    def tell(self, name: str, access: Access) -> None:
+    def write_access(self, name: str, access: Access) -> None:
         """Writes the name of the process, and the access of its supervisor to the other members."""
         self._access = json.dumps([name, access.to_json()]).encode()
         self._write()
 
-    def keep(self, report: bytes) -> None:
+    def write_report(self, report: bytes) -> None:
         """Writes the latest report; raises ``ValueError`` if it is too long."""
         self._report = report
         self._write()
@@ -84,13 +84,13 @@ class Page:
         text = self._access + b"\n" + self._report
         if len(text) > _SLOT - _HEAD.size:
             raise ValueError(f"a report of {len(text):,} bytes")
-        self._count += 1
-        at = self._count % 2 * _SLOT
+        self._num_writes += 1
+        at = self._num_writes % 2 * _SLOT
         self._memory[at : at + _HEAD.size] = bytes(_HEAD.size)
         self._memory[at + _HEAD.size : at + _HEAD.size + len(text)] = text
-        self._memory[at : at + _HEAD.size] = _HEAD.pack(self._count, len(text), zlib.crc32(text))
+        self._memory[at : at + _HEAD.size] = _HEAD.pack(self._num_writes, len(text), zlib.crc32(text))
 
-    def _latest(self) -> tuple[int, bytes]:
+    def _read_latest(self) -> tuple[int, bytes]:
         latest = (0, b"")
         for at in (0, _SLOT):
             number, length, checksum = _HEAD.unpack_from(self._memory, at)
@@ -101,7 +101,7 @@ class Page:
 
     def read(self) -> tuple[str, Access, bytes] | None:
         """Returns name, access and latest report, empty before the first; ``None`` before the process is a member."""
-        _, text = self._latest()
+        _, text = self._read_latest()
         content, _, report = text.partition(b"\n")
         if not content:
             return None
@@ -109,7 +109,7 @@ class Page:
         return name, Access.from_json(access), report
 
 
-def certify(page: Page, exit_code: int) -> list[threading.Thread]:
+def announce_end(page: Page, exit_code: int) -> list[threading.Thread]:
     """Announces the certified end of a process to all other members; ``waitpid`` must have returned for it.
 
     Returns:
@@ -122,12 +122,12 @@ def certify(page: Page, exit_code: int) -> list[threading.Thread]:
     codec, will = MessageCodec(access.key), None
     if text:
         message = codec.decode(text)
-        if not isinstance(message, Report):
-            raise Malformed("a will that is no report")
+        if not isinstance(message, MemberReport):
+            raise MalformedMessage("a will that is no report")
         will = message
-    signed = codec.encode(codec.certify(name, exit_code, will)).decode()
+    signed = codec.encode(codec.sign_certificate(name, exit_code, will)).decode()
     threads = [
-        threading.Thread(target=_deliver, args=(access, address, signed), daemon=True)
+        threading.Thread(target=_deliver_certificate, args=(access, address, signed), daemon=True)
         for address in access.addresses
     ]
     for thread in threads:
@@ -135,7 +135,7 @@ def certify(page: Page, exit_code: int) -> list[threading.Thread]:
     return threads
 
 
-def _deliver(access: Access, address: str, certificate: str) -> None:
+def _deliver_certificate(access: Access, address: str, certificate: str) -> None:
     deadline = time.monotonic() + DELIVERY_S
     while (left_s := deadline - time.monotonic()) > 0:
         try:

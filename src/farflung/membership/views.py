@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Set
 from typing import NamedTuple
 
-__all__ = ["EXACT_MEMBERS", "Transfer", "View", "is_majority", "largest_connected", "reachable"]
+__all__ = ["EXACT_MEMBERS", "Handover", "View", "find_largest_connected", "find_reachable", "is_majority"]
 
 EXACT_MEMBERS = 20
 """Maximum number of members with a broken link for which the largest connected set is searched exhaustively."""
 
 
-class Transfer(NamedTuple):
+class Handover(NamedTuple):
     """Handover of a missing exchange, or of the model's whole state under the first number of ``whole_exchanges``.
 
     Args:
@@ -40,21 +40,21 @@ class View(NamedTuple):
 
     number: int
     members: tuple[str, ...]
-    newest: tuple[int, ...]
+    whole_exchanges: tuple[int, ...]
     holders: tuple[tuple[str, ...], ...]
 
-    def transfers(self) -> list[Transfer]:
+    def list_handovers(self) -> list[Handover]:
         """Returns the handovers of results that members lack.
 
         A member without the model receives the state of the first holder, then the exchanges that this holder lacks.
         """
         handovers = []
-        for exchange, holders in zip(self.newest, self.holders, strict=True):
+        for exchange, holders in zip(self.whole_exchanges, self.holders, strict=True):
             for member in self.members:
                 is_joining = member not in self.holders[0]
-                holder = self.holders[0][0] if is_joining and exchange != self.newest[0] else member
+                holder = self.holders[0][0] if is_joining and exchange != self.whole_exchanges[0] else member
                 if holder not in holders:
-                    handovers.append(Transfer(holders[0], member, exchange))
+                    handovers.append(Handover(holders[0], member, exchange))
         return handovers
 
 
@@ -65,7 +65,7 @@ def is_majority(names: Set[str], members: Iterable[str], dead: Collection[str]) 
     return 2 * missing < len(alive) or (2 * missing == len(alive) > 0 and alive[0] in names)
 
 
-def reachable(member: str, members: Iterable[str], cut: Collection[tuple[str, str]]) -> list[str]:
+def find_reachable(member: str, members: Iterable[str], cut: Collection[tuple[str, str]]) -> list[str]:
     """Returns the members, in their order, that are connected to one of them directly or through others."""
     names = list(members)
     reached, latest = {member}, {member}
@@ -79,7 +79,7 @@ def reachable(member: str, members: Iterable[str], cut: Collection[tuple[str, st
     return [x for x in names if x in reached]
 
 
-def largest_connected(members: Iterable[str], cut: Collection[tuple[str, str]]) -> list[str]:
+def find_largest_connected(members: Iterable[str], cut: Collection[tuple[str, str]]) -> list[str]:
     """Returns the largest set of members without a cut pair; of equal sets the one with the most senior members.
 
     The search is exponential in the number of members of cut pairs. Above :data:`EXACT_MEMBERS` it repeatedly removes
@@ -95,22 +95,24 @@ def largest_connected(members: Iterable[str], cut: Collection[tuple[str, str]]) 
     unbroken = {x for x in ordered if not broken[x]}
     suspects = [x for x in ordered if x not in unbroken]
     selected = unbroken.union(
-        _largest(suspects, broken) if len(suspects) <= EXACT_MEMBERS else _greedy(suspects, broken)
+        _find_largest(suspects, broken)
+        if len(suspects) <= EXACT_MEMBERS
+        else _select_greedily(suspects, broken)
     )
     return [x for x in ordered if x in selected]
 
 
-def _largest(members: list[str], broken: dict[str, set[str]]) -> list[str]:
+def _find_largest(members: list[str], broken: dict[str, set[str]]) -> list[str]:
     for place, member in enumerate(members):
         remaining = [*members[:place], *members[place + 1 :]]
         if broken[member].intersection(remaining):
-            including = [member, *_largest([x for x in remaining if x not in broken[member]], broken)]
-            excluding = _largest(remaining, broken)
+            including = [member, *_find_largest([x for x in remaining if x not in broken[member]], broken)]
+            excluding = _find_largest(remaining, broken)
             return max(including, excluding, key=len)  # of equals the first, with the more senior member
     return members
 
 
-def _greedy(members: list[str], broken: dict[str, set[str]]) -> set[str]:
+def _select_greedily(members: list[str], broken: dict[str, set[str]]) -> set[str]:
     selected = set(members)
     for _ in members:
         worst = max((x for x in reversed(members) if x in selected), key=lambda x: len(broken[x] & selected))

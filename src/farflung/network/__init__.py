@@ -2,53 +2,53 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
-    from farflung.network.costs import pieces_of
+    from farflung.network.catalog import NETWORKS, find_network
+    from farflung.network.costs import count_pieces
     from farflung.network.fabric import Fabric, Flow
-    from farflung.network.link import Link, Trace
+    from farflung.network.link import BandwidthTrace, Link
     from farflung.network.loading import load_profile
-    from farflung.network.max_min import max_min_rates
-    from farflung.network.named import NETWORKS, network_profile
-    from farflung.network.profile import Connection, Medium, NetworkProfile, Site
-    from farflung.network.tcp import Tcp, connections_for, repaired_s, window_share_bps
-    from farflung.network.wiring import Path, Use, Wiring
+    from farflung.network.max_min import compute_max_min_rates
+    from farflung.network.profile import Medium, NetworkProfile, Site, SiteLink
+    from farflung.network.tcp import TcpModel, choose_num_connections, compute_repair_s, compute_window_bps
+    from farflung.network.wiring import NetworkPath, ResourceUse, Wiring
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
-            "costs": "pieces_of",
+            "costs": "count_pieces",
             "fabric": "Fabric Flow",
-            "link": "Link Trace",
+            "link": "Link BandwidthTrace",
             "loading": "load_profile",
-            "max_min": "max_min_rates",
-            "named": "NETWORKS network_profile",
-            "profile": "Connection Medium NetworkProfile Site",
-            "tcp": "Tcp connections_for repaired_s window_share_bps",
-            "wiring": "Path Use Wiring",
+            "max_min": "compute_max_min_rates",
+            "catalog": "NETWORKS find_network",
+            "profile": "SiteLink Medium NetworkProfile Site",
+            "tcp": "TcpModel choose_num_connections compute_repair_s compute_window_bps",
+            "wiring": "NetworkPath ResourceUse Wiring",
         },
     )
 
 __all__ = [
     "NETWORKS",
-    "Connection",
+    "BandwidthTrace",
     "Fabric",
     "Flow",
     "Link",
     "Medium",
+    "NetworkPath",
     "NetworkProfile",
-    "Path",
+    "ResourceUse",
     "Site",
-    "Tcp",
-    "Trace",
-    "Use",
+    "SiteLink",
+    "TcpModel",
     "Wiring",
-    "connections_for",
+    "choose_num_connections",
+    "compute_max_min_rates",
+    "compute_repair_s",
+    "compute_window_bps",
+    "count_pieces",
+    "find_network",
     "load_profile",
-    "max_min_rates",
-    "network_profile",
-    "pieces_of",
-    "repaired_s",
-    "window_share_bps",
 ]

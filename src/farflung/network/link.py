@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from farflung.errors import ConfigError
-from farflung.network.tcp import CongestionControl, window_share_bps
+from farflung.network.tcp import CongestionControl, compute_window_bps
 from farflung.options import check_seconds, require
 
 __all__ = [
     "After",
+    "BandwidthTrace",
     "Capacity",
     "Link",
-    "Trace",
-    "both_lose",
-    "capacity_at",
     "check_capacity",
+    "combine_losses",
+    "compute_mean_capacity",
+    "get_capacity",
     "map_capacity",
-    "mean_capacity",
     "scale_capacity",
 ]
 
@@ -31,7 +31,7 @@ After: TypeAlias = Literal["error", "hold", "repeat"]
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class BandwidthTrace:
     """Bandwidth over time, in steps.
 
     Args:
@@ -70,13 +70,13 @@ class Trace:
         if not any(self.bandwidth_bps) or (self.after == "hold" and self.bandwidth_bps[-1] == 0):
             raise ConfigError("bandwidth_bps stays at 0: nothing would ever arrive")
 
-    def at(self, t: float) -> float:
+    def get_bandwidth(self, time_s: float) -> float:
         """Returns the bandwidth at a time.
 
         Raises:
           ConfigError: the trace has ended.
         """
-        if t >= self.end_s:
+        if time_s >= self.end_s:
             if self.after == "error":
                 raise ConfigError(
                     f"{self.name}: ends at {self.end_s:g} s and the run goes on: make it longer, or say "
@@ -84,15 +84,15 @@ class Trace:
                 )
             if self.after == "hold":
                 return self.bandwidth_bps[-1]
-        cycle_start = self._round(t)
-        return self.bandwidth_bps[self._step(cycle_start, t)]
+        cycle_start = self._find_cycle_start(time_s)
+        return self.bandwidth_bps[self._find_step(cycle_start, time_s)]
 
-    def next_change(self, t: float) -> float:
+    def get_next_change(self, time_s: float) -> float:
         """Returns the start of the next step after a time; infinity if there is none."""
-        if self.after == "hold" and t >= self.times_s[-1]:
+        if self.after == "hold" and time_s >= self.times_s[-1]:
             return math.inf
-        cycle_start = self._round(t) if self.after == "repeat" else 0.0
-        next_step = self._step(cycle_start, t) + 1
+        cycle_start = self._find_cycle_start(time_s) if self.after == "repeat" else 0.0
+        next_step = self._find_step(cycle_start, time_s) + 1
         if next_step < len(self.times_s):
             return cycle_start + self.times_s[next_step]
         return cycle_start + self.end_s
@@ -104,27 +104,27 @@ class Trace:
         steps = zip(self.times_s, ends, self.bandwidth_bps, strict=True)
         return math.fsum((end - begin) * bps for begin, end, bps in steps) / self.end_s
 
-    def map(self, change: Callable[[float], float]) -> Trace:
+    def map_values(self, change: Callable[[float], float]) -> BandwidthTrace:
         """Maps the values; returns a trace with equal times."""
         return replace(self, bandwidth_bps=tuple(change(bps) for bps in self.bandwidth_bps))
 
-    def _round(self, t: float) -> float:
+    def _find_cycle_start(self, time_s: float) -> float:
         """Finds the start of the repetition that contains a time, by the sums that :meth:`get_next_change` returns."""
-        if t < self.end_s:
+        if time_s < self.end_s:
             return 0.0
-        count = int(t // self.end_s)
-        while count * self.end_s > t:
+        count = int(time_s // self.end_s)
+        while count * self.end_s > time_s:
             count -= 1
-        while (count + 1) * self.end_s <= t or count * self.end_s + self.end_s <= t:
+        while (count + 1) * self.end_s <= time_s or count * self.end_s + self.end_s <= time_s:
             count += 1
         return count * self.end_s
 
-    def _step(self, round_begin: float, t: float) -> int:
-        starts = [round_begin + begin for begin in self.times_s]
-        return max(0, bisect_right(starts, t) - 1)
+    def _find_step(self, cycle_start: float, time_s: float) -> int:
+        starts = [cycle_start + begin for begin in self.times_s]
+        return max(0, bisect_right(starts, time_s) - 1)
 
 
-Capacity: TypeAlias = float | Trace
+Capacity: TypeAlias = float | BandwidthTrace
 """Bits per second, constant or over time; infinity is no limit."""
 
 
@@ -134,37 +134,39 @@ def check_capacity(name: str, capacity: Capacity) -> None:
     Raises:
       ConfigError: it is not; begins with ``name``.
     """
-    require(isinstance(capacity, Trace) or capacity > 0, name, capacity, "above 0 bits per second")
+    require(isinstance(capacity, BandwidthTrace) or capacity > 0, name, capacity, "above 0 bits per second")
 
 
-def capacity_at(capacity: Capacity, t: float) -> float:
+def get_capacity(capacity: Capacity, time_s: float) -> float:
     """Returns the bits per second at a time."""
-    return capacity.at(t) if isinstance(capacity, Trace) else capacity
+    return capacity.get_bandwidth(time_s) if isinstance(capacity, BandwidthTrace) else capacity
 
 
-def mean_capacity(capacity: Capacity) -> float:
+def compute_mean_capacity(capacity: Capacity) -> float:
     """Computes the mean bits per second."""
-    return capacity.mean_bps if isinstance(capacity, Trace) else capacity
+    return capacity.mean_bps if isinstance(capacity, BandwidthTrace) else capacity
 
 
 def map_capacity(capacity: Capacity, change: Callable[[float], float]) -> Capacity:
     """Maps the values of a capacity, which may depend on time."""
-    if isinstance(capacity, Trace):
-        return capacity.map(change)
+    if isinstance(capacity, BandwidthTrace):
+        return capacity.map_values(change)
     return change(capacity)
 
 
-def scale_capacity(capacity: Capacity, factor: float, longer: float = 1.0) -> Capacity:
+def scale_capacity(capacity: Capacity, factor: float, trace_time: float = 1.0) -> Capacity:
     """Multiplies a capacity by ``factor``, and the durations of a trace by ``trace_time``."""
-    if not isinstance(capacity, Trace):
+    if not isinstance(capacity, BandwidthTrace):
         return factor * capacity
-    times_s = tuple(longer * t for t in capacity.times_s)
-    return replace(capacity.map(lambda bps: factor * bps), times_s=times_s, end_s=longer * capacity.end_s)
+    times_s = tuple(trace_time * t for t in capacity.times_s)
+    return replace(
+        capacity.map_values(lambda bps: factor * bps), times_s=times_s, end_s=trace_time * capacity.end_s
+    )
 
 
-def both_lose(one: float, other: float) -> float:
+def combine_losses(loss: float, extra_loss: float) -> float:
     """Combines two independent shares of lost packets."""
-    return 1.0 - (1.0 - one) * (1.0 - other) if other else one
+    return 1.0 - (1.0 - loss) * (1.0 - extra_loss) if extra_loss else loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,7 @@ class Link:
         require(0 <= self.jitter_s <= self.latency_s, "jitter_s", self.jitter_s, requirement)
         require(0 <= self.loss < 1, "loss", self.loss, "a share of packets, at least 0 and below 1")
 
-    def goodput_bps(
+    def compute_goodput_bps(
         self, round_trip_s: float, control: CongestionControl | None = None, connections: int = 1
     ) -> Capacity:
         r"""Computes the bandwidth of TCP connections under loss, which is modelled as less throughput.
@@ -217,10 +219,10 @@ class Link:
         """
         if self.loss == 0.0:
             return self.bandwidth_bps
-        ceiling = connections * window_share_bps(control, self.loss, round_trip_s)
+        ceiling = connections * compute_window_bps(control, self.loss, round_trip_s)
         return map_capacity(self.bandwidth_bps, lambda bps: min((1 - self.loss) * bps, ceiling))
 
-    def scaled(self, latency: float, bandwidth: float, trace_time: float = 1.0) -> Link:
+    def scale(self, latency: float, bandwidth: float, trace_time: float = 1.0) -> Link:
         """Scales latency with jitter, bandwidth, and the durations of a trace."""
         capacity = scale_capacity(self.bandwidth_bps, bandwidth, trace_time)
         return Link(latency * self.latency_s, capacity, latency * self.jitter_s, self.loss)

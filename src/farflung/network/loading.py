@@ -51,10 +51,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from farflung.files import naming, number_pairs, reading
-from farflung.network.link import Capacity, Link, Trace
-from farflung.network.profile import Connection, Medium, NetworkProfile, Site
-from farflung.tables import Readers, Table, open_toml
+from farflung.files import prefix_errors, read_number_pairs, wrap_read_errors
+from farflung.network.link import BandwidthTrace, Capacity, Link
+from farflung.network.profile import Medium, NetworkProfile, Site, SiteLink
+from farflung.tables import Readers, Table, load_table
 
 __all__ = ["load_profile"]
 
@@ -65,51 +65,56 @@ def load_profile(path: Path) -> NetworkProfile:
     Raises:
       ConfigError: the file is absent, is not TOML, or has an invalid value; one line with file and key.
     """
-    top = open_toml(path)
-    traces = {entry.text("name"): _read_trace(entry, path.parent) for entry in top.tables("trace")}
+    top = load_table(path)
+    traces = {entry.read_text("name"): _read_trace(entry, path.parent) for entry in top.read_tables("trace")}
 
     def read_capacity(table: Table, key: str) -> Capacity:
-        value = table.number_or_text(key)
+        value = table.read_number_or_text(key)
         if not isinstance(value, str):
             return value
         if value not in traces:
-            raise table.error(key, value, "no trace has this name")
+            raise table.build_error(key, value, "no trace has this name")
         return traces[value]
 
     def read_link(table: Table) -> Link:
-        return table.build(Link, readers, latency_s=table.number("latency_s"))
+        return table.build(Link, readers, latency_s=table.read_number("latency_s"))
 
-    def read_connections(table: Table) -> list[Connection]:
-        src, dst = table.text("from"), table.text("to")
-        table.where = f"{table.where.rpartition(':')[0]}: link from {src} to {dst}"
-        shared, has_reverse, link = table.flag("shared"), table.flag("both_ways"), read_link(table)
+    def read_connections(table: Table) -> list[SiteLink]:
+        src, dst = table.read_text("from"), table.read_text("to")
+        table.location = f"{table.location.rpartition(':')[0]}: link from {src} to {dst}"
+        shared, has_reverse, link = table.read_flag("shared"), table.read_flag("both_ways"), read_link(table)
         ways = ((src, dst), (dst, src)) if has_reverse else ((src, dst),)
-        return [Connection(*ends, link, shared) for ends in ways]
+        return [SiteLink(*ends, link, shared) for ends in ways]
 
     readers: Readers = {
         "Capacity": read_capacity,
-        "CongestionControl": Table.text,
-        "Link": lambda table, key: read_link(table.table(key)),
+        "CongestionControl": Table.read_text,
+        "Link": lambda table, key: read_link(table.read_table(key)),
     }
     return top.build(
         NetworkProfile,
         readers,
-        name=top.text("name", path.stem),
-        sites=tuple(entry.build(Site, readers) for entry in top.tables("site")),
-        connections=tuple(site_link for entry in top.tables("link") for site_link in read_connections(entry)),
-        media=tuple(entry.build(Medium, readers) for entry in top.tables("medium")),
+        name=top.read_text("name", path.stem),
+        sites=tuple(entry.build(Site, readers) for entry in top.read_tables("site")),
+        connections=tuple(
+            site_link for entry in top.read_tables("link") for site_link in read_connections(entry)
+        ),
+        media=tuple(entry.build(Medium, readers) for entry in top.read_tables("medium")),
         source=str(path),
-        tcp_connections=top.number_or_text("connections", 1),
+        tcp_connections=top.read_number_or_text("connections", 1),
     )
 
 
-def _read_trace(table: Table, folder: Path) -> Trace:
-    table.text("name")
+def _read_trace(table: Table, folder: Path) -> BandwidthTrace:
+    table.read_text("name")
     steps = {}
     if "file" in table:
-        path = folder / table.text("file")
-        with naming(table.where), reading(path, "must hold lines of seconds,bits per second"):
-            pairs = number_pairs(path)
+        path = folder / table.read_text("file")
+        with (
+            prefix_errors(table.location),
+            wrap_read_errors(path, "must hold lines of seconds,bits per second"),
+        ):
+            pairs = read_number_pairs(path)
             steps["times_s"], steps["bandwidth_bps"] = (tuple(column) for column in zip(*pairs, strict=True))
     # The name contains the file, for the error of a run that outlasts the trace.
-    return table.build(Trace, {"After": Table.text}, name=table.where, **steps)
+    return table.build(BandwidthTrace, {"After": Table.read_text}, name=table.location, **steps)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
-__all__ = ["max_min_rates"]
+__all__ = ["compute_max_min_rates"]
 
 R = TypeVar("R", bound=Hashable)
-Uses: TypeAlias = Sequence[tuple[R, int]]
+FlowUses: TypeAlias = Sequence[tuple[R, int]]
 
 
-def max_min_rates(flows: Iterable[Uses[R]], capacity_bps: Callable[[R], float]) -> list[float]:
+def compute_max_min_rates(flows: Iterable[FlowUses[R]], capacity_bps: Callable[[R], float]) -> list[float]:
     r"""Computes the rate of each flow, by progressive filling.
 
     All rates grow together until a resource is full; its flows are then fixed, and the others share the rest. With

@@ -15,15 +15,15 @@ from farflung.errors import ConfigError
 from farflung.network.link import (
     Capacity,
     Link,
-    both_lose,
     check_capacity,
-    mean_capacity,
+    combine_losses,
+    compute_mean_capacity,
     scale_capacity,
 )
-from farflung.network.tcp import AUTO, CongestionControl, Connections, connections_for
+from farflung.network.tcp import AUTO, CongestionControl, Connections, choose_num_connections
 from farflung.options import require
 
-__all__ = ["Connection", "Medium", "NetworkProfile", "Site"]
+__all__ = ["Medium", "NetworkProfile", "Site", "SiteLink"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class SiteLink:
     """Link from the nodes of one site to those of another.
 
     Args:
@@ -122,7 +122,7 @@ class NetworkProfile:
 
     name: str
     sites: tuple[Site, ...]
-    connections: tuple[Connection, ...] = ()
+    site_links: tuple[SiteLink, ...] = ()
     media: tuple[Medium, ...] = ()
     default: Link | None = None
     source: str = ""
@@ -130,7 +130,7 @@ class NetworkProfile:
     congestion: CongestionControl | None = None
     tcp_connections: Connections = 1
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _links: dict[tuple[str, str], Connection] = field(init=False, repr=False, compare=False)
+    _links: dict[tuple[str, str], SiteLink] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.sites:
@@ -140,13 +140,13 @@ class NetworkProfile:
             raise ConfigError(
                 f"{self.name}: congestion = {self.congestion!r}: must be one of {', '.join(controls)}"
             )
-        object.__setattr__(self, "tcp_connections", self._checked_connections())
+        object.__setattr__(self, "tcp_connections", self._parse_tcp_connections())
         names, media = [site.name for site in self.sites], [medium.name for medium in self.media]
-        link_names = [f"{link.src} to {link.dst}" for link in self.connections]
+        link_names = [f"{link.src} to {link.dst}" for link in self.site_links]
         for kind, defined in (("site", names), ("medium", media), ("link", link_names)):
             if repeated := [name for name, count in Counter(defined).items() if count > 1]:
                 raise ConfigError(f"{self.name}: {kind}: {repeated[0]} is there twice")
-        for link in self.connections:
+        for link in self.site_links:
             for end in (link.src, link.dst):
                 if end not in names:
                     raise ConfigError(
@@ -155,11 +155,11 @@ class NetworkProfile:
         for site in self.sites:
             if site.medium is not None and site.medium not in media:
                 raise ConfigError(f"{self.name}: site {site.name}: medium: none is named {site.medium!r}")
-        object.__setattr__(self, "_links", {(link.src, link.dst): link for link in self.connections})
+        object.__setattr__(self, "_links", {(link.src, link.dst): link for link in self.site_links})
         object.__setattr__(self, "_starts", (0, *accumulate(site.nodes or 0 for site in self.sites)))
         self._check_reachable()
 
-    def _checked_connections(self) -> Connections:
+    def _parse_tcp_connections(self) -> Connections:
         """Returns the number of connections, or "auto"; a number may be given as text."""
         connections: Any = self.tcp_connections
         if connections == AUTO:
@@ -184,7 +184,7 @@ class NetworkProfile:
                     raise ConfigError(f"{self.name}: link: none leads from {src.name} to {dst.name}")
 
     @staticmethod
-    def uniform(link: Link, nodes: int | None = None, name: str = "uniform") -> NetworkProfile:
+    def create_uniform(link: Link, nodes: int | None = None, name: str = "uniform") -> NetworkProfile:
         """Creates a profile in which every ordered pair has an equal link of its own."""
         return NetworkProfile(name, (Site("all", nodes, link),))
 
@@ -201,7 +201,7 @@ class NetworkProfile:
         assert self.nodes is not None
         return self.nodes
 
-    def for_nodes(self, count: int) -> NetworkProfile:
+    def with_nodes(self, count: int) -> NetworkProfile:
         """Returns the profile with ``count`` nodes; open sites share the rest evenly, the first ones get the remainder.
 
         Raises:
@@ -226,20 +226,20 @@ class NetworkProfile:
             else:
                 placed.append(site)
         site_names = {site.name for site in placed}
-        links = tuple(link for link in self.connections if {link.src, link.dst} <= site_names)
-        return replace(self, sites=tuple(placed), connections=links)
+        links = tuple(link for link in self.site_links if {link.src, link.dst} <= site_names)
+        return replace(self, sites=tuple(placed), site_links=links)
 
-    def site_index(self, node: int) -> int:
+    def get_site_index(self, node: int) -> int:
         """Returns the index of a node's site in :attr:`sites`."""
         return bisect_right(self._starts, node) - 1
 
-    def span(self, site: int) -> range:
+    def get_site_nodes(self, site: int) -> range:
         """Returns the nodes of one of :attr:`sites`."""
         return range(self._starts[site], self._starts[site + 1])
 
     # --- links --------------------------------------------------------------------------------------------------
 
-    def connection(self, src_site: int, dst_site: int) -> Connection:
+    def get_site_link(self, src_site: int, dst_site: int) -> SiteLink:
         """Returns the link between two of :attr:`sites`, which may be equal."""
         src, dst = self.sites[src_site], self.sites[dst_site]
         if src_site == dst_site:
@@ -249,29 +249,36 @@ class NetworkProfile:
         else:
             link = self.default
         assert link is not None
-        return Connection(src.name, dst.name, link)
+        return SiteLink(src.name, dst.name, link)
 
-    def link(self, src: int, dst: int) -> Link:
+    def get_link(self, src: int, dst: int) -> Link:
         """Returns the link from one node to another."""
-        return self.connection(self.site_index(src), self.site_index(dst)).link
+        return self.get_site_link(self.get_site_index(src), self.get_site_index(dst)).link
 
-    def goodput_bps(self, src_site: int, dst_site: int, extra_loss: float = 0.0) -> Capacity:
+    def compute_goodput_bps(self, src_site: int, dst_site: int, extra_loss: float = 0.0) -> Capacity:
         """Computes the bandwidth of a link under its loss and some more; see :meth:`Link.compute_goodput_bps`."""
-        link = self.connection(src_site, dst_site).link
-        lossy = replace(link, loss=both_lose(link.loss, extra_loss))
-        connections = self.connections_of(src_site, dst_site)
-        return lossy.goodput_bps(self.round_trip_s(src_site, dst_site), self.congestion, connections)
+        link = self.get_site_link(src_site, dst_site).link
+        lossy = replace(link, loss=combine_losses(link.loss, extra_loss))
+        connections = self.count_connections(src_site, dst_site)
+        return lossy.compute_goodput_bps(
+            self.get_round_trip_s(src_site, dst_site), self.congestion, connections
+        )
 
-    def connections_of(self, src_site: int, dst_site: int) -> int:
+    def count_connections(self, src_site: int, dst_site: int) -> int:
         """Counts the TCP connections of two nodes; the narrowest capacity decides if the profile leaves it open."""
         if isinstance(self.tcp_connections, int):
             return self.tcp_connections
-        link = self.connection(src_site, dst_site).link
-        limits = [link.bandwidth_bps, *(capacity for _, capacity, _ in self.limits(src_site, dst_site))]
-        round_trip_s = self.round_trip_s(src_site, dst_site)
-        return connections_for(min(map(mean_capacity, limits)), round_trip_s, link.loss, self.congestion)
+        link = self.get_site_link(src_site, dst_site).link
+        limits = [
+            link.bandwidth_bps,
+            *(capacity for _, capacity, _ in self.iterate_limits(src_site, dst_site)),
+        ]
+        round_trip_s = self.get_round_trip_s(src_site, dst_site)
+        return choose_num_connections(
+            min(map(compute_mean_capacity, limits)), round_trip_s, link.loss, self.congestion
+        )
 
-    def limits(self, src_site: int, dst_site: int) -> Iterator[tuple[tuple[str, int], Capacity, int]]:
+    def iterate_limits(self, src_site: int, dst_site: int) -> Iterator[tuple[tuple[str, int], Capacity, int]]:
         """Yields the limits of a flow besides its link: kind, site or medium, capacity, and number of crossings."""
         src, dst = self.sites[src_site], self.sites[dst_site]
         yield ("up", src_site), src.up_bps, 1
@@ -285,22 +292,25 @@ class NetworkProfile:
                     is_relayed = medium.relayed and src.medium == dst.medium
                     yield ("medium", index), medium.bandwidth_bps, 1 + is_relayed
 
-    def round_trip_s(self, src_site: int, dst_site: int) -> float:
+    def get_round_trip_s(self, src_site: int, dst_site: int) -> float:
         """Returns the sum of both delays between the nodes of two of :attr:`sites`, in seconds."""
-        forward, backward = self.connection(src_site, dst_site).link, self.connection(dst_site, src_site).link
+        forward, backward = (
+            self.get_site_link(src_site, dst_site).link,
+            self.get_site_link(dst_site, src_site).link,
+        )
         return forward.latency_s + backward.latency_s
 
-    def all_links(self) -> Iterator[Link]:
+    def iterate_links(self) -> Iterator[Link]:
         """Yields each link that is defined anywhere."""
-        yield from (site_link.link for site_link in self.connections)
+        yield from (site_link.link for site_link in self.site_links)
         yield from (site.inside for site in self.sites if site.inside is not None)
         if self.default is not None:
             yield self.default
 
     # --- other versions -----------------------------------------------------------------------------------------
 
-    def scaled(
-        self, *, latency: float = 1.0, bandwidth: float = 1.0, trace_time: float = 1.0, why: str = ""
+    def scale(
+        self, *, latency: float = 1.0, bandwidth: float = 1.0, trace_time: float = 1.0, reason: str = ""
     ) -> NetworkProfile:
         """Scales all delays, all capacities and the time of all traces; records the factors in :attr:`changes`.
 
@@ -312,12 +322,12 @@ class NetworkProfile:
             if not (factor >= 0 and math.isfinite(factor)) or (factor == 0 and name != "latency"):
                 raise ConfigError(f"{self.name}: scaled by {name} = {factor}: must be a number above 0")
         description = ", ".join(f"{name} x {factor:.6g}" for name, factor in factors.items() if factor != 1.0)
-        if not description and not why:
+        if not description and not reason:
             return self
-        widen = partial(scale_capacity, factor=bandwidth, longer=trace_time)
+        widen = partial(scale_capacity, factor=bandwidth, trace_time=trace_time)
 
         def scale_link(unscaled: Link | None) -> Link | None:
-            return None if unscaled is None else unscaled.scaled(latency, bandwidth, trace_time)
+            return None if unscaled is None else unscaled.scale(latency, bandwidth, trace_time)
 
         return replace(
             self,
@@ -332,16 +342,16 @@ class NetworkProfile:
                 )
                 for site in self.sites
             ),
-            connections=tuple(
-                replace(entry, link=entry.link.scaled(latency, bandwidth, trace_time))
-                for entry in self.connections
+            site_links=tuple(
+                replace(entry, link=entry.link.scale(latency, bandwidth, trace_time))
+                for entry in self.site_links
             ),
             media=tuple(replace(medium, bandwidth_bps=widen(medium.bandwidth_bps)) for medium in self.media),
             default=scale_link(self.default),
-            changes=(*self.changes, f"{why}: {description or 'as it is'}" if why else description),
+            changes=(*self.changes, f"{reason}: {description or 'as it is'}" if reason else description),
         )
 
-    def standing_in(
+    def scale_for_model(
         self, *, nbytes: float, step_s: float, for_nbytes: float, for_step_s: float
     ) -> NetworkProfile:
         r"""Scales the network for a small model in place of a paper's: equal ratios of communication to computation.
@@ -364,9 +374,9 @@ class NetworkProfile:
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{self.name}: standing in with {name} = {value}: must be a number above 0")
         longer = step_s / for_step_s
-        return self.scaled(
+        return self.scale(
             latency=longer,
             bandwidth=nbytes / for_nbytes / longer,
             trace_time=longer,
-            why=f"{nbytes:g} bytes every {step_s:g} s stand in for {for_nbytes:g} bytes every {for_step_s:g} s",
+            reason=f"{nbytes:g} bytes every {step_s:g} s stand in for {for_nbytes:g} bytes every {for_step_s:g} s",
         )

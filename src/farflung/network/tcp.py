@@ -10,10 +10,10 @@ __all__ = [
     "SEGMENT_NBYTES",
     "CongestionControl",
     "Connections",
-    "Tcp",
-    "connections_for",
-    "repaired_s",
-    "window_share_bps",
+    "TcpModel",
+    "choose_num_connections",
+    "compute_repair_s",
+    "compute_window_bps",
 ]
 
 CongestionControl: TypeAlias = Literal["bbr", "cubic", "reno"]
@@ -21,7 +21,7 @@ CongestionControl: TypeAlias = Literal["bbr", "cubic", "reno"]
 Connections: TypeAlias = int | Literal["auto"]
 """Number of connections of each pair of nodes, for bulk; ``"auto"`` is :func:`choose_num_connections`."""
 AUTO: Literal["auto"] = "auto"
-MOST_CONNECTIONS = 16
+MAX_CONNECTIONS = 16
 """Most connections chosen for a pair; each costs both ends a descriptor."""
 
 SEGMENT_NBYTES = 1448
@@ -32,20 +32,20 @@ FIRST_WINDOW_BITS = 10 * SEGMENT_BITS
 LARGEST_WINDOW_BITS = 8.0 * (4 << 20)
 """Largest send buffer that Linux gives a connection by default (the third of net.ipv4.tcp_wmem, by the kernel's
 documentation of ip-sysctl), which bounds its bits in flight."""
-LEAST_SPREAD_S, SPREAD_KEPT = 0.2, 0.86
+MIN_SPREAD_S, SPREAD_DECAY = 0.2, 0.86
 """Excess of a retransmission timeout over a round trip: its minimum, as in Linux, and the fitted share that remains
 of it after each round trip. It starts at two round trips (RFC 6298)."""
-MOST_HALVINGS = 32
+MAX_HALVINGS = 32
 """Number of halvings that reduce any window to the first one."""
 STARTUP_GAIN = 2.0 / math.log(2.0)
 """BBR's pacing rate over its estimate until it has saturated the path: 2.885."""
 BURST_BITS = 2 * SEGMENT_BITS
 """Burst of a paced sender; Linux paces none of the first ten segments of a connection."""
-BBR_BEARS = 0.2
+MAX_BBR_LOSS = 0.2
 """Share of lost packets from which probing at 1.25 times the estimate cannot sustain it: 1.25 (1 - p) < 1."""
 
 
-def window_share_bps(control: CongestionControl | None, loss: float, round_trip_s: float) -> float:
+def compute_window_bps(control: CongestionControl | None, loss: float, round_trip_s: float) -> float:
     r"""Computes the rate of one connection's average window under random loss, in bits per second.
 
     .. math:: \frac{8 \cdot 1448}{R}\, w, \qquad
@@ -62,7 +62,7 @@ def window_share_bps(control: CongestionControl | None, loss: float, round_trip_
 
     References: Mathis et al. 1997 (Reno); RFC 9438 Eq. 5 with C = 0.4 (CUBIC); Cardwell et al., BBR, 2016 (Fig. 8).
     """
-    if loss == 0.0 or round_trip_s == 0.0 or (control == "bbr" and loss < BBR_BEARS):
+    if loss == 0.0 or round_trip_s == 0.0 or (control == "bbr" and loss < MAX_BBR_LOSS):
         return math.inf
     window = math.sqrt(1.5 / loss)
     if control in ("cubic", None):
@@ -70,7 +70,7 @@ def window_share_bps(control: CongestionControl | None, loss: float, round_trip_
     return SEGMENT_BITS * window / round_trip_s
 
 
-def connections_for(
+def choose_num_connections(
     rate_bps: float, round_trip_s: float, loss: float, control: CongestionControl | None = None
 ) -> int:
     r"""Chooses the number of connections that fill the path between two nodes, at most :data:`MAX_CONNECTIONS`.
@@ -87,12 +87,18 @@ def connections_for(
     """
     if round_trip_s == 0.0:
         return 1
-    connection_bps = min(window_share_bps(control, loss, round_trip_s), LARGEST_WINDOW_BITS / round_trip_s)
-    return max(1, math.ceil(min((1 - loss) * rate_bps / connection_bps, MOST_CONNECTIONS)))
+    connection_bps = min(compute_window_bps(control, loss, round_trip_s), LARGEST_WINDOW_BITS / round_trip_s)
+    return max(1, math.ceil(min((1 - loss) * rate_bps / connection_bps, MAX_CONNECTIONS)))
 
 
-def repaired_s(
-    nbits: float, took_s: float, round_trip_s: float, loss: float, drawn: tuple[float, float], *, last: bool
+def compute_repair_s(
+    nbits: float,
+    transfer_s: float,
+    round_trip_s: float,
+    loss: float,
+    uniforms: tuple[float, float],
+    *,
+    is_last: bool,
 ) -> float:
     r"""Computes the delay of a message's end by a lost packet, under random loss.
 
@@ -119,16 +125,16 @@ def repaired_s(
         return 0.0
     num_behind, num_losses = (
         int(math.log1p(-uniform) / math.log(odds))
-        for uniform, odds in zip(drawn, (1 - loss, loss), strict=True)
+        for uniform, odds in zip(uniforms, (1 - loss, loss), strict=True)
     )
     packets = math.ceil(nbits / SEGMENT_BITS)
     if num_behind >= packets:
         return 0.0
-    waited_s = (1 + num_losses + (last and num_behind == 0)) * round_trip_s
-    return max(0.0, waited_s - num_behind * took_s / packets)
+    waited_s = (1 + num_losses + (is_last and num_behind == 0)) * round_trip_s
+    return max(0.0, waited_s - num_behind * transfer_s / packets)
 
 
-class Tcp:
+class TcpModel:
     r"""TCP model of one connection in one direction: how much of a message may leave when.
 
     Bits leave in flights of at most one window :math:`W`. The next flight begins when the first acknowledgement
@@ -160,76 +166,76 @@ class Tcp:
     """
 
     __slots__ = (
-        "_before", "_began_s", "_estimate_bps", "_flight", "_pace_bps", "_paced", "_round_s",
-        "_round_trip_s", "_sent_s", "_spread_s", "_unpaced", "_used", "_window", "filled", "free_s",
+        "_previous_bits", "_began_s", "_estimate_bps", "_flight_bits", "_pace_bps", "_is_paced", "_round_s",
+        "_round_trip_s", "_sent_s", "_spread_s", "_burst_bits", "_round_bits", "_window_bits", "is_saturated", "next_send_s",
     )  # fmt: skip
 
     def __init__(self, control: CongestionControl, round_trip_s: float) -> None:
-        self._paced, self._round_trip_s = control == "bbr", round_trip_s
-        self.free_s = -math.inf
+        self._is_paced, self._round_trip_s = control == "bbr", round_trip_s
+        self.next_send_s = -math.inf
         """Time from which the next flight may start."""
-        self._window = FIRST_WINDOW_BITS
-        self._unpaced = FIRST_WINDOW_BITS
+        self._window_bits = FIRST_WINDOW_BITS
+        self._burst_bits = FIRST_WINDOW_BITS
         """Bits that a paced sender may still send in a burst."""
         self._round_s = -math.inf
         """Start of the current round trip."""
         self._began_s, self._sent_s = -math.inf, -math.inf
         """Start of the last flight, and the time at which it had left."""
-        self._flight = 0.0
+        self._flight_bits = 0.0
         """Bits of the last flight."""
-        self._used, self._before = 0.0, 0.0
+        self._round_bits, self._previous_bits = 0.0, 0.0
         """Bits of the current round trip, and of the previous one unless the connection has been idle since."""
-        self.filled = False
+        self.is_saturated = False
         """True if acknowledgements arrive as fast as bits leave, so that a flight need not fit into a window."""
         self._spread_s = 2 * round_trip_s
         """Excess of the retransmission timeout over a round trip."""
         self._estimate_bps = FIRST_WINDOW_BITS / round_trip_s if round_trip_s else math.inf
         self._pace_bps = STARTUP_GAIN * self._estimate_bps
 
-    def flight(self, now: float, bits: float) -> float:
+    def start_flight(self, time_s: float, bits: float) -> float:
         """Starts a flight at :attr:`next_send_s` or later; returns how many of ``bits`` it has."""
-        if now >= self._round_s + self._round_trip_s:
-            if self._used:
-                self._hear(now)
-            self._round_s, self._used = now, 0.0
-        self._began_s = now
-        self._flight = bits if self.filled else min(bits, self._window - self._used)
-        return self._flight
+        if time_s >= self._round_s + self._round_trip_s:
+            if self._round_bits:
+                self._handle_acks(time_s)
+            self._round_s, self._round_bits = time_s, 0.0
+        self._began_s = time_s
+        self._flight_bits = bits if self.is_saturated else min(bits, self._window_bits - self._round_bits)
+        return self._flight_bits
 
-    def hold_back(self, bits: float) -> None:
+    def reduce_flight(self, bits: float) -> None:
         """Reduces the current flight by bits that do not leave yet."""
-        self._flight -= bits
+        self._flight_bits -= bits
 
-    def passed(self, now: float) -> float:
+    def finish_flight(self, time_s: float) -> float:
         """Finishes a flight whose last bit the network has taken; returns when it leaves, which pacing delays."""
-        self._used += self._flight
-        self._sent_s = now
-        if self._paced:
-            paced = self._flight - max(BURST_BITS, self._unpaced)
-            self._unpaced -= self._flight
-            self._sent_s = max(now, self._began_s + paced / self._pace_bps)
-        if not self.filled and self._used >= self._window:
+        self._round_bits += self._flight_bits
+        self._sent_s = time_s
+        if self._is_paced:
+            paced = self._flight_bits - max(BURST_BITS, self._burst_bits)
+            self._burst_bits -= self._flight_bits
+            self._sent_s = max(time_s, self._began_s + paced / self._pace_bps)
+        if not self.is_saturated and self._round_bits >= self._window_bits:
             ack_s = self._round_s + self._round_trip_s
-            self.filled = now >= ack_s
-            self.free_s = ack_s
+            self.is_saturated = time_s >= ack_s
+            self.next_send_s = ack_s
         return self._sent_s
 
-    def _hear(self, now: float) -> None:
+    def _handle_acks(self, time_s: float) -> None:
         """Handles the acknowledgement of the last round trip."""
-        round_trip_s, took_s, rest_s = self._round_trip_s, self._sent_s - self._round_s, now - self._sent_s
-        was_idle, is_full = rest_s >= round_trip_s, self._used >= self._window
-        self._spread_s *= SPREAD_KEPT
-        if self._paced or self._window < 2 * max(self._before, self._used):
-            self._window = min(self._window + self._used, LARGEST_WINDOW_BITS)
-        if self._paced and round_trip_s:
-            estimate = self._used / (round_trip_s if is_full else round_trip_s + took_s)
+        round_trip_s, took_s, rest_s = self._round_trip_s, self._sent_s - self._round_s, time_s - self._sent_s
+        was_idle, is_full = rest_s >= round_trip_s, self._round_bits >= self._window_bits
+        self._spread_s *= SPREAD_DECAY
+        if self._is_paced or self._window_bits < 2 * max(self._previous_bits, self._round_bits):
+            self._window_bits = min(self._window_bits + self._round_bits, LARGEST_WINDOW_BITS)
+        if self._is_paced and round_trip_s:
+            estimate = self._round_bits / (round_trip_s if is_full else round_trip_s + took_s)
             self._estimate_bps = max(self._estimate_bps, estimate)
-            pace_bps = STARTUP_GAIN * self._estimate_bps if was_idle else self._window / round_trip_s
+            pace_bps = STARTUP_GAIN * self._estimate_bps if was_idle else self._window_bits / round_trip_s
             self._pace_bps = max(self._pace_bps, pace_bps)
-        elif was_idle and not self._paced:
-            timeout_s = round_trip_s + took_s / 2 + max(self._spread_s, LEAST_SPREAD_S)
-            self._window = max(
-                self._window / 2 ** int(min(rest_s / timeout_s, MOST_HALVINGS)), FIRST_WINDOW_BITS
+        elif was_idle and not self._is_paced:
+            timeout_s = round_trip_s + took_s / 2 + max(self._spread_s, MIN_SPREAD_S)
+            self._window_bits = max(
+                self._window_bits / 2 ** int(min(rest_s / timeout_s, MAX_HALVINGS)), FIRST_WINDOW_BITS
             )
-        self.filled = self.filled and not was_idle
-        self._before = 0.0 if was_idle else self._used
+        self.is_saturated = self.is_saturated and not was_idle
+        self._previous_bits = 0.0 if was_idle else self._round_bits

@@ -1,5 +1,5 @@
 """Recipes, which combine one member of each family, and presets."""
 
-from farflung.recipes.recipe import FAMILIES, RECIPES, Recipe, recipe
+from farflung.recipes.recipe import FAMILIES, RECIPES, Recipe, parse_recipe
 
-__all__ = ["FAMILIES", "RECIPES", "Recipe", "recipe"]
+__all__ = ["FAMILIES", "RECIPES", "Recipe", "parse_recipe"]

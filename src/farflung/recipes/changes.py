@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping
 from farflung.config import Setting
 from farflung.errors import ConfigError
 from farflung.recipes.recipe import RECIPES
-from farflung.spec import name_of, parse, unparse
+from farflung.spec import parse, parse_name, unparse
 from farflung.types import Json
 
-__all__ = ["changes_of"]
+__all__ = ["parse_changes"]
 
 
-def changes_of(text: str, known: Mapping[str, Setting]) -> tuple[str, dict[str, Json]]:
+def parse_changes(text: str, settings: Mapping[str, Setting]) -> tuple[str, dict[str, Json]]:
     """Parses ``name(setting=value)`` into the name and the changed settings.
 
     A recipe that is named after its codec, reducer or schedule accepts that member's options too. Unchanged options
@@ -33,16 +33,16 @@ def changes_of(text: str, known: Mapping[str, Setting]) -> tuple[str, dict[str, 
     Raises:
       ConfigError: the form is invalid, a setting is unknown, or a value is of another type.
     """
-    name, nodes = _nodes_of(text, known)
+    name, nodes = _parse_nodes(text, settings)
     changes: dict[str, Json] = {}
     for option, node in nodes.items():
-        setting, words = known[option], unparse(node)
-        value = node.value if isinstance(node, ast.Constant) and words not in setting.words else words
-        changes[option] = setting.read(value, f"recipe {text!r}: {option}")
+        setting, words = settings[option], unparse(node)
+        value = node.value if isinstance(node, ast.Constant) and words not in setting.choices else words
+        changes[option] = setting.convert(value, f"recipe {text!r}: {option}")
     return name, changes
 
 
-def _nodes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.expr]]:
+def _parse_nodes(text: str, settings: Collection[str]) -> tuple[str, dict[str, ast.expr]]:
     refusal = f"recipe {text!r}: write it as name or name(setting=value), as in synchronous(codec=int8)"
     try:
         tree = parse("recipe", text)
@@ -53,10 +53,10 @@ def _nodes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.exp
     if not isinstance(call.func, ast.Name) or len(changes) < len(call.keywords):
         raise ConfigError(refusal)
     name = call.func.id
-    unknown = [setting for setting in changes if setting not in known]
+    unknown = [setting for setting in changes if setting not in settings]
     if not unknown and not call.args:
         return name, changes
-    family, allowed = _options_of_namesake(name, known)
+    family, allowed = _find_namesake_options(name, settings)
     if len(call.args) > len(allowed):
         raise ConfigError(refusal)
     options = dict(zip(allowed, call.args, strict=False))
@@ -64,7 +64,7 @@ def _nodes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.exp
         if option not in allowed:
             extras = f", and of its {family}: {', '.join(allowed)}" if allowed else ""
             raise ConfigError(
-                f"recipe {text!r}: cannot change {option!r}; it can change: {', '.join(sorted(known))}{extras}"
+                f"recipe {text!r}: cannot change {option!r}; it can change: {', '.join(sorted(settings))}{extras}"
             )
         if option in options:
             raise ConfigError(f"recipe {text!r}: {option} is given twice")
@@ -80,13 +80,13 @@ def _nodes_of(text: str, known: Collection[str]) -> tuple[str, dict[str, ast.exp
     return name, {**changes, family: ast.Call(ast.Name(name), [], keywords)}
 
 
-def _options_of_namesake(name: str, known: Collection[str]) -> tuple[str, list[str]]:
+def _find_namesake_options(name: str, settings: Collection[str]) -> tuple[str, list[str]]:
     """Returns the family in which a preset's member has the preset's name, and that member's options."""
     for family in ("codec", "reducer", "schedule") if name in RECIPES else ():
         member = getattr(RECIPES[name], family)
-        if isinstance(member, str) and name_of(family, member) == name:
-            from farflung.recipes.parts import MEMBERS  # and torch, which other texts do without
+        if isinstance(member, str) and parse_name(family, member) == name:
+            from farflung.recipes.components import REGISTRIES  # and torch, which other texts do without
 
-            options = inspect.signature(MEMBERS[family][name]).parameters
-            return family, [option for option in options if option not in known]
+            options = inspect.signature(REGISTRIES[family][name]).parameters
+            return family, [option for option in options if option not in settings]
     return "", []

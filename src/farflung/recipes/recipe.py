@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from farflung.config import BUCKET_NBYTES, Setting, settings_of
+from farflung.config import BUCKET_NBYTES, Setting, list_settings
 from farflung.errors import UnknownName
-from farflung.spec import text_of
+from farflung.spec import format_spec
 from farflung.types import Codec, Json, RateScaling, Reducer, Sampler, Schedule, Sharing, Stream
 
 if TYPE_CHECKING:
-    from farflung.loop import Parts
+    from farflung.loop import Components
 
-__all__ = ["FAMILIES", "RECIPES", "Recipe", "member_settings", "recipe"]
+__all__ = ["FAMILIES", "RECIPES", "Recipe", "get_member_settings", "parse_recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class Recipe:
     scaling: str | RateScaling | Callable[..., RateScaling] = "none"
     bucket_nbytes: int = BUCKET_NBYTES
 
-    def but(self, **given: object) -> Recipe:
+    def with_members(self, **members: object) -> Recipe:
         """Returns the recipe with the members that are not None replaced."""
-        changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
+        changes: dict[str, Any] = {field: value for field, value in members.items() if value is not None}
         return replace(self, **changes)
 
-    def parts(self, seed: int, share: int | None = None) -> Parts:
+    def build_components(self, seed: int, share: int | None = None) -> Components:
         """Builds new members for one replica.
 
         Args:
@@ -77,19 +77,21 @@ class Recipe:
           UnknownName: a member does not exist.
           ConfigError: an option is out of range, or members are incompatible.
         """
-        from farflung.recipes.parts import parts_of  # and torch, which a recipe in words does without
+        from farflung.recipes.components import (
+            build_components,
+        )  # and torch, which a recipe in words does without
 
-        return parts_of(self, seed, share)
+        return build_components(self, seed, share)
 
     @property
-    def members(self) -> dict[str, str]:
+    def component_texts(self) -> dict[str, str]:
         """Text of each member; in ``<>`` for an object that no other process could create."""
-        return {family: _text(family, getattr(self, family)) for family in FAMILIES}
+        return {family: _format_member(family, getattr(self, family)) for family in FAMILIES}
 
     @property
     def settings(self) -> dict[str, Json]:
         """All fields but name and summary."""
-        return {**self.members, "bucket_nbytes": self.bucket_nbytes}
+        return {**self.component_texts, "bucket_nbytes": self.bucket_nbytes}
 
     @property
     def text(self) -> str:
@@ -103,24 +105,26 @@ class Recipe:
         return {"name": self.name, "summary": self.summary, **self.settings}
 
 
-FAMILIES = tuple(field.name for field in fields(Recipe) if field.name not in ("name", "summary", "bucket_nbytes"))
+FAMILIES = tuple(
+    field.name for field in fields(Recipe) if field.name not in ("name", "summary", "bucket_nbytes")
+)
 """Families of members in a recipe."""
 
 
-def _text(family: str, member: object) -> str:
-    if isinstance(member, str):
-        return member
-    from farflung.recipes.parts import MEMBERS
+def _format_member(family: str, component: object) -> str:
+    if isinstance(component, str):
+        return component
+    from farflung.recipes.components import REGISTRIES
 
-    return text_of(member, MEMBERS[family])
+    return format_spec(component, REGISTRIES[family])
 
 
-def member_settings() -> dict[str, Setting]:
+def get_member_settings() -> dict[str, Setting]:
     """Returns the settings of a recipe without name and summary."""
-    return {name: setting for name, setting in settings_of(Recipe).items() if name in Recipe().settings}
+    return {name: setting for name, setting in list_settings(Recipe).items() if name in Recipe().settings}
 
 
-def recipe(text: str) -> Recipe:
+def parse_recipe(text: str) -> Recipe:
     """Parses the name of a preset, with optional changes in parentheses.
 
     >>> parse_recipe("ring(codec=topk(density=0.01))").codec
@@ -132,12 +136,12 @@ def recipe(text: str) -> Recipe:
     """
     if text in RECIPES:
         return RECIPES[text]
-    from farflung.recipes.changes import changes_of  # of no use to a name alone
+    from farflung.recipes.changes import parse_changes  # of no use to a name alone
 
-    name, changes = changes_of(text, member_settings())
+    name, changes = parse_changes(text, get_member_settings())
     if name not in RECIPES:
         raise UnknownName("recipe", name, RECIPES)
-    return RECIPES[name].but(**changes)
+    return RECIPES[name].with_members(**changes)
 
 
 RECIPES: dict[str, Recipe] = {

@@ -2,19 +2,19 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 from farflung.spec import Registry
 from farflung.types import Reducer
 
 if TYPE_CHECKING:
     from farflung.reducers.adaptive_topk import AdaptiveTopK
-    from farflung.reducers.base import summed_nbytes
+    from farflung.reducers.base import list_summed_nbytes
     from farflung.reducers.codec import CodecReducer
     from farflung.reducers.gradiveq import GradiVeQ
     from farflung.reducers.powersgd import PowerSGD
     from farflung.reducers.shared_scale_qsgd import SharedScaleQSGD
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
             "adaptive_topk": "AdaptiveTopK",
@@ -22,7 +22,7 @@ else:
             "gradiveq": "GradiVeQ",
             "powersgd": "PowerSGD",
             "shared_scale_qsgd": "SharedScaleQSGD",
-            "base": "summed_nbytes",
+            "base": "list_summed_nbytes",
         },
     )
 
@@ -33,7 +33,7 @@ __all__ = [
     "GradiVeQ",
     "PowerSGD",
     "SharedScaleQSGD",
-    "summed_nbytes",
+    "list_summed_nbytes",
 ]
 
 REDUCERS: Registry[Reducer] = Registry(

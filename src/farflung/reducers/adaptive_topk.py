@@ -13,19 +13,19 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs import ErrorFeedback, TopK
-from farflung.codecs.base import Sparse, check_floating, nested_state, with_nested_state
+from farflung.codecs.base import SparseCodec, check_floating, get_nested_state, with_nested_state
 from farflung.codecs.selection import count_kept, find_largest
 from farflung.errors import ConfigError
-from farflung.options import choice_option, number_option, part_option, whole_option
-from farflung.reducers.aggregation import Exchange, start_gathered
+from farflung.options import check_choice, check_fraction, check_integer, check_number
+from farflung.reducers.aggregation import CodecExchange, start_gathered
 from farflung.reducers.base import (
-    carried_spec,
+    build_result,
     check_rounds,
-    method_of,
-    method_of_rounds,
-    numerator,
-    reduced,
-    side_of,
+    compute_numerator,
+    get_codec_method,
+    get_numerator_spec,
+    get_reducer_method,
+    pack_metadata,
 )
 from farflung.types import (
     Channel,
@@ -34,8 +34,8 @@ from farflung.types import (
     Contribution,
     Json,
     Payload,
-    Reduced,
     Reducer,
+    ReduceResult,
     Seeds,
     State,
     StateSlot,
@@ -99,30 +99,30 @@ class AdaptiveTopK(Reducer):
 
     def __post_init__(self) -> None:
         name = "adaptive_topk"
-        part_option(name, "density", self.density)
-        number_option(name, "threshold", self.threshold, 0)
-        part_option(name, "smoothing", self.smoothing)
-        choice_option(name, "decide", self.decide, ("last", "bucket", "exact"))
-        choice_option(name, "rule", self.rule, ("paper", "released"))
+        check_fraction(name, "density", self.density)
+        check_number(name, "threshold", self.threshold, 0)
+        check_fraction(name, "smoothing", self.smoothing)
+        check_choice(name, "decide", self.decide, ("last", "bucket", "exact"))
+        check_choice(name, "rule", self.rule, ("paper", "released"))
         if self.rule == "released" and (self.smoothing, self.decide) != (0.1, "last"):
             raise ConfigError(f"{name}: smoothing and decide are not of rule='released'")
         if self.rule == "paper" and self.epoch_steps is not None:
             raise ConfigError(f"{name}: epoch_steps is of rule='released' alone")
         if self.epoch_steps is not None:
-            whole_option(name, "epoch_steps", self.epoch_steps, 1)
+            check_integer(name, "epoch_steps", self.epoch_steps, 1)
         check_rounds(name, self.collective)
 
     @property
     def method(self) -> str:
         """Name of the arithmetic for coding costs."""
-        return method_of(self._codec) if self.rule == "paper" else method_of_rounds(self)
+        return get_codec_method(self._codec) if self.rule == "paper" else get_reducer_method(self)
 
     @property
     def _codec(self) -> ErrorFeedback:
         return ErrorFeedback(TopK(self.density))
 
     @property
-    def _votes_first(self) -> bool:
+    def _needs_extra_round(self) -> bool:
         """Returns True if numbers of the whole gradient are exchanged before it."""
         return self.rule == "released" or self.decide == "exact"
 
@@ -133,7 +133,7 @@ class AdaptiveTopK(Reducer):
         Raises:
           ConfigError: There are several buckets.
         """
-        if len(specs) > 1 and self._votes_first:
+        if len(specs) > 1 and self._needs_extra_round:
             option = "rule='released'" if self.rule == "released" else "decide='exact'"
             raise ConfigError(
                 f"adaptive_topk: {option} needs the whole gradient in one bucket, and there are {len(specs)}: raise "
@@ -147,24 +147,26 @@ class AdaptiveTopK(Reducer):
         Raises:
           Unsupported: The tensor is not floating.
         """
-        spec = carried_spec(spec)
+        spec = get_numerator_spec(spec)
         check_floating("adaptive_topk", spec)
         if self.rule == "released":
-            runs = [[part.start, part.numel] for part in spec.parts] or [[0, spec.numel]]
+            runs = [[part.start, part.numel] for part in spec.spans] or [[0, spec.numel]]
             local = {"residual": torch.zeros(spec.numel, dtype=spec.dtype), "left_out": 0.0, "averaged": 0}
             return CodecState({"runs": runs, "steps": 0, "compressed": 0}, local)
         shared = {"left_out": None, "compress": False, "seen": [0.0, 0.0], "compressed": 0, "steps": 0}
         return with_nested_state(CodecState(shared), "codec", self._codec.init(spec, seeds))
 
     @override
-    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+    def list_summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
         """Returns the bytes of a dense step; numbers of an extra round are metadata of an empty tensor."""
-        return (0, spec.nbytes) if self._votes_first else (spec.nbytes,)
+        return (0, spec.nbytes) if self._needs_extra_round else (spec.nbytes,)
 
     @override
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        rule = self._released if self.rule == "released" else self._paper
-        return await rule(channel, slot, own, step)
+    async def reduce(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
+    ) -> ReduceResult:
+        rule = self._reduce_released if self.rule == "released" else self._reduce_paper
+        return await rule(channel, slot, contribution, step)
 
     @override
     def report(self, states: Sequence[State]) -> Mapping[str, Json]:
@@ -172,16 +174,21 @@ class AdaptiveTopK(Reducer):
         steps = sum(state["steps"] for state in states)
         return {"cnc": sum(state["compressed"] for state in states) / steps if steps else 0.0}
 
-    async def _paper(self, channel: Channel, slot: StateSlot, own: Contribution, step: int) -> Reduced:
-        tensor, method, state = numerator(channel, own), self.method, slot.state
+    async def _reduce_paper(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, step: int
+    ) -> ReduceResult:
+        tensor, method, state = compute_numerator(channel, contribution), self.method, slot.state
         cost = CodingCost("norms", method, tensor.numel())
-        norms = channel.compute(cost, partial(self._norms, state, tensor))
+        norms = channel.compute(cost, partial(self._compute_norms, state, tensor))
         shared = state.shared
         if self.decide == "exact":
-            _, sums = await Exchange(channel, self.collective, norms, step).sum(tensor.new_empty(0))
+            _, sums = await CodecExchange(channel, self.collective, norms, step).sum(tensor.new_empty(0))
             shared = self._with_share(shared, sums.tolist())
-        packed_metadata, inner = torch.cat((side_of(own), norms)), nested_state(slot.state, "codec")
-        exchange = Exchange(channel, self.collective, packed_metadata, step, own.tensor.dtype)
+        packed_metadata, inner = (
+            torch.cat((pack_metadata(contribution), norms)),
+            get_nested_state(slot.state, "codec"),
+        )
+        exchange = CodecExchange(channel, self.collective, packed_metadata, step, contribution.tensor.dtype)
         if shared["compress"]:
             path = start_gathered(exchange, self._codec, method, inner, tensor)
             summed, inner = path.finish(), path.state
@@ -190,26 +197,26 @@ class AdaptiveTopK(Reducer):
             tensor, inner = channel.compute(cost, partial(self._codec.flush, inner, tensor))
             summed = exchange.sum_dense(tensor)
         slot.state = with_nested_state(slot.state, "codec", inner)
-        result = reduced(channel, *await summed, own.tensor.dtype)
-        metadata, sums = result.metadata.split([len(own.metadata), len(norms)])
+        result = build_result(channel, *await summed, contribution.tensor.dtype)
+        metadata, sums = result.metadata.split([len(contribution.metadata), len(norms)])
         return replace(
             result,
             metadata=metadata,
-            learn=partial(self._learn, compressed=shared["compress"], sums=sums.tolist()),
-            learn_together=self._decide_together if self.decide == "last" else None,
+            update_state=partial(self._update_state, is_compressed=shared["compress"], sums=sums.tolist()),
+            update_all_states=self._update_all_states if self.decide == "last" else None,
         )
 
-    def _norms(self, state: CodecState, tensor: Tensor) -> Tensor:
+    def _compute_norms(self, state: CodecState, tensor: Tensor) -> Tensor:
         """Computes the squared norms of tensor plus residual, and of its largest entries, in float64."""
         accumulated = tensor + state.local["codec"]["residual"].to(tensor.device)
         largest = accumulated[find_largest(accumulated, count_kept(accumulated.numel(), self.density))]
         return torch.stack([accumulated.double().square().sum(), largest.double().square().sum()]).cpu()
 
-    def _learn(self, now: CodecState, *, compressed: bool, sums: list[float]) -> CodecState:
-        shared = {**_counted(now, compressed).shared, "seen": sums}
-        return CodecState(shared if self.decide == "last" else self._with_share(shared, sums), now.local)
+    def _update_state(self, state: CodecState, *, is_compressed: bool, sums: list[float]) -> CodecState:
+        shared = {**_count_exchange(state, is_compressed).shared, "seen": sums}
+        return CodecState(shared if self.decide == "last" else self._with_share(shared, sums), state.local)
 
-    def _decide_together(self, states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
+    def _update_all_states(self, states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
         """Decides for all buckets, by the sums over all of them."""
         sums = [
             math.fsum(numbers)
@@ -229,9 +236,11 @@ class AdaptiveTopK(Reducer):
         left_out = share if average is None else average + self.smoothing * (share - average)
         return {**shared, "left_out": left_out, "compress": left_out <= self.threshold}
 
-    async def _released(self, channel: Channel, slot: StateSlot, own: Contribution, step: int) -> Reduced:
+    async def _reduce_released(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, step: int
+    ) -> ReduceResult:
         tensor, shared, local, method = (
-            numerator(channel, own),
+            compute_numerator(channel, contribution),
             slot.state.shared,
             slot.state.local,
             self.method,
@@ -249,15 +258,19 @@ class AdaptiveTopK(Reducer):
         residual = channel.compute(cost("residual"), leave_out)
         slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": num_steps + 1})
         vote = torch.tensor([float(mean <= self.threshold)], dtype=torch.float64)
-        _, num_votes = await Exchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
+        _, num_votes = await CodecExchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))
         should_compress = float(num_votes) >= channel.size // 2
-        exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
+        exchange = CodecExchange(
+            channel, self.collective, pack_metadata(contribution), step, contribution.tensor.dtype
+        )
         if should_compress:
-            summed = start_gathered(exchange, _Entries(chosen), method, CodecState(), accumulated).finish()
+            summed = start_gathered(
+                exchange, _FixedEntries(chosen), method, CodecState(), accumulated
+            ).finish()
         else:
             summed = exchange.sum_dense(tensor)
-        result = reduced(channel, *await summed, own.tensor.dtype)
-        return replace(result, learn=partial(_counted, compressed=should_compress))
+        result = build_result(channel, *await summed, contribution.tensor.dtype)
+        return replace(result, update_state=partial(_count_exchange, is_compressed=should_compress))
 
     def _select(
         self, runs: Sequence[Sequence[int]], tensor: Tensor, residual: Tensor
@@ -275,23 +288,23 @@ class AdaptiveTopK(Reducer):
         return accumulated, torch.cat(chosen), left_out if math.isfinite(left_out) else 1.0
 
 
-def _counted(now: CodecState, compressed: bool) -> CodecState:
+def _count_exchange(state: CodecState, is_compressed: bool) -> CodecState:
     """Counts one exchange in the CNC ratio."""
-    shared = now.shared
-    counts = {"steps": shared["steps"] + 1, "compressed": shared["compressed"] + compressed}
-    return CodecState({**shared, **counts}, now.local)
+    shared = state.shared
+    counts = {"steps": shared["steps"] + 1, "compressed": shared["compressed"] + is_compressed}
+    return CodecState({**shared, **counts}, state.local)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entries(Sparse):
+class _FixedEntries(SparseCodec):
     """Codec that sends given entries.
 
     Args:
       indices: Ascending indices of the entries.
     """
 
-    places: Tensor
+    indices: Tensor
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        return Payload((grad[self.places], self.places.to(torch.int32))), state
+        return Payload((grad[self.indices], self.indices.to(torch.int32))), state

@@ -11,27 +11,33 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import ErrorFeedback
-from farflung.codecs.base import Transformed, accumulate, nested_state
+from farflung.codecs.base import TransformCodec, accumulate, get_nested_state
 from farflung.codecs.feedback import with_residual
 from farflung.comm import Coding
-from farflung.comm.collectives.coding import Charged
-from farflung.comm.collectives.segments import copied, cut, others, sum_in_order, summed
-from farflung.comm.staging import on_device
+from farflung.comm.collectives.coding import ChargedCoding
+from farflung.comm.collectives.segments import (
+    compute_copy,
+    compute_sum,
+    cut_segments,
+    list_peers,
+    sum_in_order,
+)
+from farflung.comm.staging import copy_to_device
 from farflung.errors import Unsupported
-from farflung.reducers.base import limited
-from farflung.trees import only_seeds, rebuilt, unshared
+from farflung.reducers.base import clamp_finite
+from farflung.trees import clone_shared, has_only_seeds, map_tensors
 from farflung.types import Channel, Codec, CodecState, CodingCost, Payload, Seeds, Segment, TensorSpec
 
 __all__ = [
-    "AggregationPath",
-    "Exchange",
+    "CodecExchange",
+    "StartedAggregation",
     "Sums",
-    "check_cut",
+    "check_segmentable",
     "start_gathered",
     "start_hops",
     "start_linear",
     "start_two_phases",
-    "without_feedback",
+    "strip_feedback",
 ]
 
 Sums: TypeAlias = tuple[Tensor, Tensor]
@@ -39,7 +45,7 @@ Sums: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class CodecExchange:
     """Parameters that all paths of one exchange share.
 
     Args:
@@ -52,14 +58,14 @@ class Exchange:
 
     channel: Channel
     collective: str
-    side: Tensor
+    metadata: Tensor
     step: int
     dtype: torch.dtype | None = None
 
     def sum(self, tensor: Tensor, coding: Coding | None = None) -> Awaitable[Sums]:
         """Returns the sums of a flat tensor, which may be overwritten, and of the metadata."""
-        all_reduce = self.channel.collective(self.collective)
-        return all_reduce(self.channel, tensor, self.side, coding=coding)
+        all_reduce = self.channel.get_collective(self.collective)
+        return all_reduce(self.channel, tensor, self.metadata, coding=coding)
 
     async def sum_dense(self, tensor: Tensor) -> Sums:
         """Sums a flat tensor, which may be overwritten, in the dtype of the gradient, and the metadata.
@@ -73,35 +79,42 @@ class Exchange:
         size, cost = self.channel.size, CodingCost("copy", "", tensor.numel())
         info = torch.finfo(self.dtype)
         # Each number, and each sum but the first, may be rounded up.
-        limit = max(float(self.side[0]), 1.0) * info.max / size * (1.0 - (size - 1) * info.eps)
-        narrow = self.channel.compute(cost, lambda: limited(tensor.mul(1 / size), limit).to(self.dtype))
+        limit = max(float(self.metadata[0]), 1.0) * info.max / size * (1.0 - (size - 1) * info.eps)
+        narrow = self.channel.compute(cost, lambda: clamp_finite(tensor.mul(1 / size), limit).to(self.dtype))
         total, metadata = await self.sum(narrow)
         return self.channel.compute(cost, lambda: tensor.copy_(total).mul_(size)), metadata
 
-    def encode(self, codec: Codec, method: str, state: CodecState, own: Tensor) -> tuple[Payload, CodecState]:
+    def encode(
+        self, codec: Codec, method: str, state: CodecState, tensor: Tensor
+    ) -> tuple[Payload, CodecState]:
         """Encodes the whole tensor of this rank."""
-        encode = partial(codec.encode, state, own, step=self.step, count=1)
-        return self.channel.compute(CodingCost("encode", method, own.numel()), encode)
+        encode = partial(codec.encode, state, tensor, step=self.step, count=1)
+        return self.channel.compute(CodingCost("encode", method, tensor.numel()), encode)
 
     def send(self, payloads: Sequence[Payload], hops: int) -> int:
         """Sends each other rank its payload and the metadata; returns the first of the reserved hops."""
-        hop = self.channel.hops(hops)
-        for peer in others(self.channel):
-            self.channel.send(Payload((payloads[peer], self.side)), peer, hop)
+        hop = self.channel.reserve_hops(hops)
+        for peer in list_peers(self.channel):
+            self.channel.send(Payload((payloads[peer], self.metadata)), peer, hop)
         return hop
 
-    async def recv(self, src: int, hop: int, own: Payload, device: torch.device) -> tuple[Payload, Tensor]:
+    async def recv(
+        self, src: int, hop: int, local_payload: Payload, device: torch.device
+    ) -> tuple[Payload, Tensor]:
         """Receives the payload of a rank, on ``device``, and its metadata; ``local_payload`` gives the specs."""
         if src == self.channel.rank:
-            return own, self.side
-        expect = (*map(TensorSpec.of, own.tensors()), TensorSpec.of(self.side))
+            return local_payload, self.metadata
+        expect = (
+            *map(TensorSpec.from_tensor, local_payload.iter_tensors()),
+            TensorSpec.from_tensor(self.metadata),
+        )
         encoded, metadata = (await self.channel.recv(src, hop, expect)).parts
         assert isinstance(encoded, Payload)
         assert isinstance(metadata, Tensor)
-        return on_device(encoded, device), metadata
+        return copy_to_device(encoded, device), metadata
 
 
-class AggregationPath(NamedTuple):
+class StartedAggregation(NamedTuple):
     """Started exchange of one tensor.
 
     Args:
@@ -113,59 +126,59 @@ class AggregationPath(NamedTuple):
 
     state: CodecState
     finish: Callable[[], Awaitable[Sums]]
-    learn: Callable[[CodecState, Tensor], CodecState] = lambda state, average: state
-    is_posted: bool = False
+    update_state: Callable[[CodecState, Tensor], CodecState] = lambda state, average: state
+    is_sent: bool = False
 
 
-def check_cut(codec: Codec, state: CodecState) -> None:
+def check_segmentable(codec: Codec, state: CodecState) -> None:
     """Checks that a codec can encode segments of a tensor, in two phases or on every hop.
 
     Raises:
       Unsupported: The codec keeps state of a whole tensor, which a segment does not have.
     """
     if isinstance(codec, ErrorFeedback):
-        state = nested_state(state, "codec")
-    if not only_seeds(state):
+        state = get_nested_state(state, "codec")
+    if not has_only_seeds(state):
         raise Unsupported(
-            f"codec {without_feedback(codec)!r} keeps more than seeds between steps and cannot encode segments: "
+            f"codec {strip_feedback(codec)!r} keeps more than seeds between steps and cannot encode segments: "
             "use phases='gather'"
         )
 
 
-def without_feedback(codec: Codec) -> Codec:
+def strip_feedback(codec: Codec) -> Codec:
     """Returns the codec of segments; the path itself applies error feedback."""
     return codec.codec if isinstance(codec, ErrorFeedback) else codec
 
 
 def start_linear(
-    exchange: Exchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
-) -> AggregationPath:
+    exchange: CodecExchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
+) -> StartedAggregation:
     """Encodes once; the collective sums the tensors of the payload, and the sums are decoded."""
-    spec = TensorSpec.of(tensor)
+    spec = TensorSpec.from_tensor(tensor)
     encoded, state = exchange.encode(codec, method, state, tensor)
 
     async def finish() -> Sums:
         """Runs one all-reduce for each dtype in the payload, of which there is rarely more than one."""
         parts_by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for part in encoded.tensors():
+        for part in encoded.iter_tensors():
             parts_by_dtype.setdefault(part.dtype, []).append(part)
         totals: dict[torch.dtype, Iterator[Tensor]] = {}
-        metadata = exchange.side
+        metadata = exchange.metadata
         for dtype, parts in parts_by_dtype.items():
             flat = [part.reshape(-1) for part in parts]
             total, metadata = await exchange.sum(flat[0] if len(flat) == 1 else torch.cat(flat))
             totals[dtype] = iter(total.split([len(part) for part in flat]))
-        payload = rebuilt(encoded, lambda part: next(totals[part.dtype]).view(part.shape))
+        payload = map_tensors(encoded, lambda part: next(totals[part.dtype]).view(part.shape))
         channel, cost = exchange.channel, CodingCost("decode", method, spec.numel)
         decode = partial(codec.decode, state, payload, spec, step=exchange.step, count=channel.size)
         return channel.compute(cost, decode), metadata
 
-    return AggregationPath(state, finish, partial(codec.observe, step=exchange.step))
+    return StartedAggregation(state, finish, partial(codec.update_state, step=exchange.step))
 
 
 def start_gathered(
-    exchange: Exchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
-) -> AggregationPath:
+    exchange: CodecExchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
+) -> StartedAggregation:
     """Encodes once; each rank sends its payload to all, and decodes and sums all payloads in rank order.
 
     Takes one delay, but traffic grows with the number of ranks.
@@ -173,7 +186,7 @@ def start_gathered(
     channel = exchange.channel
     payload, state = exchange.encode(codec, method, state, tensor)
     # Peers may still read the payload when the sum overwrites the tensor.
-    local_payload = unshared(payload, tensor)
+    local_payload = clone_shared(payload, tensor)
     hop = exchange.send([local_payload] * channel.size, 1)
 
     async def finish() -> Sums:
@@ -182,25 +195,25 @@ def start_gathered(
         add: Callable[[Payload, Tensor], None] = partial(
             accumulate, codec, state, step=exchange.step, count=1
         )
-        if isinstance(codec, Transformed):
-            add = partial(codec.add_sent, state)
+        if isinstance(codec, TransformCodec):
+            add = partial(codec.add_payload, state)
         tensor.zero_()
-        metadata = torch.zeros_like(exchange.side)
+        metadata = torch.zeros_like(exchange.metadata)
         for rank in range(channel.size):
             payload, peer_metadata = await exchange.recv(rank, hop, local_payload, tensor.device)
             channel.compute(cost, partial(add, payload, tensor))
             metadata += peer_metadata
-        if not isinstance(codec, Transformed):
+        if not isinstance(codec, TransformCodec):
             return tensor, metadata
         cost = CodingCost("decode", method, tensor.numel())
-        return channel.compute(cost, partial(codec.restore, state, tensor)), metadata
+        return channel.compute(cost, partial(codec.invert, state, tensor)), metadata
 
-    return AggregationPath(state, finish, partial(codec.observe, step=exchange.step), is_posted=True)
+    return StartedAggregation(state, finish, partial(codec.update_state, step=exchange.step), is_sent=True)
 
 
 def start_hops(
-    exchange: Exchange, codec: Codec, method: str, state: CodecState, tensor: Tensor, seeds: Seeds
-) -> AggregationPath:
+    exchange: CodecExchange, codec: Codec, method: str, state: CodecState, tensor: Tensor, seeds: Seeds
+) -> StartedAggregation:
     """Encodes partial sums again on every hop of the collective.
 
     With error feedback the residual is taken out of the state when the exchange starts, and the errors of this
@@ -208,7 +221,7 @@ def start_hops(
 
     References: Li et al. 2018 (Pipe-SGD), compression inside AllReduce; error feedback on hops is our choice.
     """
-    inner, unsent = without_feedback(codec), None
+    inner, unsent = strip_feedback(codec), None
     if inner is not codec:
         residual, cost = state.local["residual"], CodingCost("add", "", tensor.numel())
         exchange.channel.compute(cost, partial(tensor.add_, residual.to(tensor.device)))
@@ -222,12 +235,12 @@ def start_hops(
             else with_residual(state, state.local["residual"].to(unsent.device) + unsent)
         )
 
-    return AggregationPath(state, partial(exchange.sum, tensor, coding), learn)
+    return StartedAggregation(state, partial(exchange.sum, tensor, coding), learn)
 
 
 def start_two_phases(
-    exchange: Exchange, codec: Codec, method: str, state: CodecState, tensor: Tensor, seeds: Seeds
-) -> AggregationPath:
+    exchange: CodecExchange, codec: Codec, method: str, state: CodecState, tensor: Tensor, seeds: Seeds
+) -> StartedAggregation:
     """Starts a reduce-scatter of payloads to the shards' owners, and an all-gather of payloads of the sums.
 
     Takes two delays, and traffic does not grow with the number of ranks; each number is encoded twice. With error
@@ -237,13 +250,15 @@ def start_two_phases(
     References: Tang et al. 2019, DoubleSqueeze, which keeps a second residual at the server; adding it to the
     owner's residual is our choice.
     """
-    channel, inner = exchange.channel, without_feedback(codec)
+    channel, inner = exchange.channel, strip_feedback(codec)
     rank, size, has_feedback = channel.rank, channel.size, inner is not codec
-    coding = Charged(channel, Coding(inner, seeds, exchange.step, method=method))
-    segments, inputs = cut(tensor.numel(), size), tensor
+    coding = ChargedCoding(channel, Coding(inner, seeds, exchange.step, method=method))
+    segments, inputs = cut_segments(tensor.numel(), size), tensor
     if has_feedback:
-        inputs = summed(channel, [tensor, state.local["residual"].to(tensor.device)])
-    payloads = [unshared(coding.encode(segment.of(inputs), segment, 1), inputs) for segment in segments]
+        inputs = compute_sum(channel, [tensor, state.local["residual"].to(tensor.device)])
+    payloads = [
+        clone_shared(coding.encode(segment.narrow(inputs), segment, 1), inputs) for segment in segments
+    ]
     hop, sum_error = exchange.send(payloads, 2), tensor[:0]
 
     def decode(payload: Payload, segment: Segment, count: int) -> Tensor:
@@ -262,25 +277,27 @@ def start_two_phases(
             payload, metadata = await exchange.recv(peer, hop, payloads[rank], tensor.device)
             parts.append(decode(payload, shard, 1))
             metadata_by_rank.append(metadata)
-        total = summed(channel, parts)
-        packed = unshared(coding.encode(total, shard, size), total)
-        for peer in others(channel):
+        total = compute_sum(channel, parts)
+        packed = clone_shared(coding.encode(total, shard, size), total)
+        for peer in list_peers(channel):
             channel.send(packed, peer, hop + 1)
         for owner, segment in enumerate(segments):
             payload = packed
             if owner != rank:
-                payload = on_device(await channel.recv(owner, hop + 1), tensor.device)
-            copied(channel, decode(payload, segment, size), segment.of(tensor))
+                payload = copy_to_device(await channel.recv(owner, hop + 1), tensor.device)
+            compute_copy(channel, decode(payload, segment, size), segment.narrow(tensor))
         if has_feedback:
             cost = CodingCost("subtract", "", shard.length)
-            sum_error = channel.compute(cost, lambda: total.sub_(shard.of(tensor)).nan_to_num_(0.0, 0.0, 0.0))
+            sum_error = channel.compute(
+                cost, lambda: total.sub_(shard.narrow(tensor)).nan_to_num_(0.0, 0.0, 0.0)
+            )
         return tensor, sum_in_order(metadata_by_rank)
 
     def learn(state: CodecState, average: Tensor) -> CodecState:
         if not has_feedback:
             return state
         residual = state.local["residual"].clone()
-        segments[rank].of(residual).add_(sum_error)
+        segments[rank].narrow(residual).add_(sum_error)
         return with_residual(state, residual)
 
-    return AggregationPath(state, finish, learn, is_posted=True)
+    return StartedAggregation(state, finish, learn, is_sent=True)

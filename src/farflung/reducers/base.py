@@ -11,62 +11,62 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import CODECS
-from farflung.comm import collective_named
+from farflung.comm import find_collective
 from farflung.errors import Unsupported
-from farflung.spec import Registry, text_of
-from farflung.types import Channel, Codec, CodingCost, Contribution, Reduced, Reducer, TensorSpec
+from farflung.spec import Registry, format_spec
+from farflung.types import Channel, Codec, CodingCost, Contribution, Reducer, ReduceResult, TensorSpec
 
 __all__ = [
-    "carried_spec",
+    "build_result",
+    "cast_mean",
     "check_rounds",
-    "divisor",
-    "limited",
-    "mean_of",
-    "method_of",
-    "method_of_rounds",
-    "numerator",
-    "reduced",
-    "rounded",
-    "side_of",
-    "summed_nbytes",
+    "clamp_finite",
+    "compute_mean",
+    "compute_numerator",
+    "get_codec_method",
+    "get_divisor",
+    "get_numerator_spec",
+    "get_reducer_method",
+    "list_summed_nbytes",
+    "pack_metadata",
 ]
 
 
-def carried_spec(spec: TensorSpec) -> TensorSpec:
+def get_numerator_spec(spec: TensorSpec) -> TensorSpec:
     """Returns the spec of a tensor's numerator: float32 for float16."""
     return replace(spec, dtype=torch.float32) if spec.dtype == torch.float16 else spec
 
 
-def numerator(channel: Channel, own: Contribution) -> Tensor:
+def compute_numerator(channel: Channel, contribution: Contribution) -> Tensor:
     """Computes weight times tensor, in the memory of the tensor; float16 becomes float32.
 
     Sums and residuals may exceed the range of float16. bfloat16 has the range of float32.
     """
-    tensor = own.tensor
+    tensor = contribution.tensor
     if tensor.dtype == torch.float16:
         return channel.compute(
-            CodingCost("copy", "", tensor.numel()), lambda: tensor.float().mul_(own.weight)
+            CodingCost("copy", "", tensor.numel()), lambda: tensor.float().mul_(contribution.weight)
         )
-    return tensor if own.weight == 1.0 else _scaled(channel, tensor.mul_, tensor, own.weight)
+    return tensor if contribution.weight == 1.0 else _scale(channel, tensor.mul_, tensor, contribution.weight)
 
 
-def side_of(own: Contribution) -> Tensor:
+def pack_metadata(contribution: Contribution) -> Tensor:
     """Packs the numbers that are summed beside the tensor: the weight, then the metadata."""
-    return torch.cat((torch.tensor([own.weight], dtype=torch.float64), own.metadata))
+    return torch.cat((torch.tensor([contribution.weight], dtype=torch.float64), contribution.metadata))
 
 
-def divisor(side: Tensor) -> float:
+def get_divisor(metadata: Tensor) -> float:
     """Returns the divisor of the summed numerators: the sum of weights, or 1 if all weights are 0."""
-    return float(side[0]) or 1.0
+    return float(metadata[0]) or 1.0
 
 
-def mean_of(channel: Channel, total: Tensor, side: Tensor) -> Tensor:
+def compute_mean(channel: Channel, total: Tensor, metadata: Tensor) -> Tensor:
     """Computes the mean, in the memory of the summed numerators."""
-    weight_sum = divisor(side)
-    return total if weight_sum == 1.0 else _scaled(channel, total.div_, total, weight_sum)
+    weight_sum = get_divisor(metadata)
+    return total if weight_sum == 1.0 else _scale(channel, total.div_, total, weight_sum)
 
 
-def rounded(channel: Channel, mean: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_mean(channel: Channel, mean: Tensor, dtype: torch.dtype) -> Tensor:
     """Casts a mean to the dtype of the contribution.
 
     Finite numbers stay finite: those beyond the range of float16, which residuals may cause, are clamped.
@@ -74,16 +74,18 @@ def rounded(channel: Channel, mean: Tensor, dtype: torch.dtype) -> Tensor:
     if mean.dtype == dtype:
         return mean
     return channel.compute(
-        CodingCost("copy", "", mean.numel()), lambda: limited(mean, torch.finfo(dtype).max).to(dtype)
+        CodingCost("copy", "", mean.numel()), lambda: clamp_finite(mean, torch.finfo(dtype).max).to(dtype)
     )
 
 
-def limited(tensor: Tensor, limit: float) -> Tensor:
+def clamp_finite(tensor: Tensor, limit: float) -> Tensor:
     """Clamps finite numbers to a range; infinities and NaN are preserved."""
     return torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
 
 
-def reduced(channel: Channel, total: Tensor, side: Tensor, dtype: torch.dtype | None = None) -> Reduced:
+def build_result(
+    channel: Channel, total: Tensor, metadata: Tensor, dtype: torch.dtype | None = None
+) -> ReduceResult:
     """Builds the result of an exchange from the sums.
 
     Args:
@@ -92,15 +94,17 @@ def reduced(channel: Channel, total: Tensor, side: Tensor, dtype: torch.dtype | 
       metadata: Sum of the packed metadata.
       dtype: Dtype of the contribution if it differs from that of the numerators.
     """
-    mean = mean_of(channel, total, side)
-    return Reduced(mean if dtype is None else rounded(channel, mean, dtype), float(side[0]), side[1:])
+    mean = compute_mean(channel, total, metadata)
+    return ReduceResult(
+        mean if dtype is None else cast_mean(channel, mean, dtype), float(metadata[0]), metadata[1:]
+    )
 
 
-def _scaled(channel: Channel, scale: Callable[[float], Tensor], tensor: Tensor, by: float) -> Tensor:
-    return channel.compute(CodingCost("scale", "", tensor.numel()), partial(scale, by))
+def _scale(channel: Channel, scale: Callable[[float], Tensor], tensor: Tensor, factor: float) -> Tensor:
+    return channel.compute(CodingCost("scale", "", tensor.numel()), partial(scale, factor))
 
 
-def summed_nbytes(reducer: Reducer, specs: Iterable[TensorSpec], size: int) -> list[int]:
+def list_summed_nbytes(reducer: Reducer, specs: Iterable[TensorSpec], size: int) -> list[int]:
     """Lists the bytes of each tensor summed in a step; see :meth:`farflung.types.Reducer.list_summed_nbytes`.
 
     Args:
@@ -108,7 +112,7 @@ def summed_nbytes(reducer: Reducer, specs: Iterable[TensorSpec], size: int) -> l
       specs: Specs of the buckets of a step.
       size: Number of replicas.
     """
-    return [nbytes for spec in specs for nbytes in reducer.summed_nbytes(spec, size)]
+    return [nbytes for spec in specs for nbytes in reducer.list_summed_nbytes(spec, size)]
 
 
 def check_rounds(name: str, collective: str) -> None:
@@ -118,24 +122,24 @@ def check_rounds(name: str, collective: str) -> None:
       UnknownName: There is no such collective.
       Unsupported: It matches sums by their order, which rounds of several buckets do not share between ranks.
     """
-    if collective_named(collective).by_backend:
+    if find_collective(collective).is_native:
         raise Unsupported(
             f"collective {collective!r} matches sums by their order, which the rounds of {name} do not have: "
             "use ring or direct"
         )
 
 
-def method_of(codec: Codec) -> str:
+def get_codec_method(codec: Codec) -> str:
     """Returns a codec in recipe syntax; takes some microseconds.
 
     >>> from farflung.codecs import QSGD, error_feedback
     >>> get_codec_method(error_feedback(QSGD(bits=4)))
     'error_feedback(codec=qsgd(bits=4))'
     """
-    return text_of(codec, CODECS | _MADE)
+    return format_spec(codec, CODECS | _FACTORY_CLASSES)
 
 
-def method_of_rounds(reducer: Any, **settled: object) -> str:
+def get_reducer_method(reducer: Any, **overrides: object) -> str:
     """Returns a reducer of several rounds in recipe syntax, without its collective.
 
     Args:
@@ -144,10 +148,10 @@ def method_of_rounds(reducer: Any, **settled: object) -> str:
     """
     from farflung.reducers import REDUCERS
 
-    return text_of(replace(reducer, collective="direct", **settled), REDUCERS)
+    return format_spec(replace(reducer, collective="direct", **overrides), REDUCERS)
 
 
-_MADE: Registry[Codec] = Registry(
+_FACTORY_CLASSES: Registry[Codec] = Registry(
     "farflung.codecs",
     {"by_role": "ByRole", "by_size": "BySize", "chain": "Chain", "error_feedback": "ErrorFeedback"},
 )

@@ -12,41 +12,41 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs import Identity, Route, Routed
-from farflung.codecs.base import check_codecs, nested_state, summed_specs, with_nested_state
-from farflung.codecs.routed import join, take
-from farflung.comm import collective_named
+from farflung.codecs import CodecRoute, Identity, RoutedCodec
+from farflung.codecs.base import check_codecs, get_nested_state, list_summed_specs, with_nested_state
+from farflung.codecs.routed import gather_runs, scatter_runs
+from farflung.comm import find_collective
 from farflung.errors import Unsupported
-from farflung.options import choice_option
+from farflung.options import check_choice
 from farflung.reducers.aggregation import (
-    AggregationPath,
-    Exchange,
+    CodecExchange,
+    StartedAggregation,
     Sums,
-    check_cut,
+    check_segmentable,
     start_gathered,
     start_hops,
     start_linear,
     start_two_phases,
-    without_feedback,
+    strip_feedback,
 )
 from farflung.reducers.base import (
-    carried_spec,
-    divisor,
-    mean_of,
-    method_of,
-    numerator,
-    rounded,
-    side_of,
+    cast_mean,
+    compute_mean,
+    compute_numerator,
+    get_codec_method,
+    get_divisor,
+    get_numerator_spec,
+    pack_metadata,
 )
-from farflung.seeding import derive
+from farflung.seeding import derive_seed
 from farflung.types import (
     Channel,
     Codec,
     CodecState,
     CodingCost,
     Contribution,
-    Reduced,
     Reducer,
+    ReduceResult,
     Seeds,
     StateSlot,
     TensorSpec,
@@ -93,15 +93,15 @@ class CodecReducer(Reducer):
       Unsupported: The collective cannot carry the codec.
     """
 
-    repeatable: ClassVar[bool] = True
+    is_repeatable: ClassVar[bool] = True
 
     codec: Codec = field(default_factory=Identity)
     collective: str = "direct"
     phases: Literal["auto", "gather", "two", "hops"] = "auto"
 
     def __post_init__(self) -> None:
-        collective_named(self.collective)
-        choice_option("codec", "phases", self.phases, ("auto", "gather", "two", "hops"))
+        find_collective(self.collective)
+        check_choice("codec", "phases", self.phases, ("auto", "gather", "two", "hops"))
         check_codecs("reducer codec", self.codec)
 
     @override
@@ -111,93 +111,99 @@ class CodecReducer(Reducer):
         Raises:
           Unsupported: The codec cannot be carried in this way.
         """
-        state = self.codec.init(carried_spec(spec), seeds)
+        state = self.codec.init(get_numerator_spec(spec), seeds)
         self._check(self.codec, state)
-        if not self._cuts:
+        if not self._needs_segment_seeds:
             return state
-        return with_nested_state(CodecState({"seed": seeds.shared}, {"seed": seeds.own}), "codec", state)
+        return with_nested_state(CodecState({"seed": seeds.shared}, {"seed": seeds.local}), "codec", state)
 
     @override
-    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+    def list_summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
         """Lists the bytes of dense tensors and of payloads of linear codecs with a known size."""
-        return tuple(_summed_nbytes(self.codec, spec))
+        return tuple(_iter_summed_nbytes(self.codec, spec))
 
     @override
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
-        state, seeds = self._opened(slot.state)
-        path = self._start(exchange, self.codec, state, numerator(channel, own), seeds)
-        slot.state = self._closed(slot.state, path.state)
+    async def reduce(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
+    ) -> ReduceResult:
+        exchange = CodecExchange(
+            channel, self.collective, pack_metadata(contribution), step, contribution.tensor.dtype
+        )
+        state, seeds = self._unwrap_state(slot.state)
+        path = self._start(exchange, self.codec, state, compute_numerator(channel, contribution), seeds)
+        slot.state = self._wrap_state(slot.state, path.state)
         total, metadata = await path.finish()
-        mean = mean_of(channel, total, metadata)
-        result = Reduced(rounded(channel, mean, own.tensor.dtype), float(metadata[0]), metadata[1:])
-        if self.codec.stateless and not self._cuts:
+        mean = compute_mean(channel, total, metadata)
+        result = ReduceResult(
+            cast_mean(channel, mean, contribution.tensor.dtype), float(metadata[0]), metadata[1:]
+        )
+        if self.codec.is_stateless and not self._needs_segment_seeds:
             return result
-        average_factor = divisor(metadata) / channel.size
+        average_factor = get_divisor(metadata) / channel.size
 
         def learn(state: CodecState) -> CodecState:
             average = mean if average_factor == 1.0 else mean * average_factor
-            return self._closed(state, path.learn(self._opened(state)[0], average))
+            return self._wrap_state(state, path.update_state(self._unwrap_state(state)[0], average))
 
-        cost = CodingCost("learn", method_of(self.codec), total.numel())
-        return replace(result, learn=lambda current: channel.compute(cost, partial(learn, current)))
+        cost = CodingCost("learn", get_codec_method(self.codec), total.numel())
+        return replace(result, update_state=lambda current: channel.compute(cost, partial(learn, current)))
 
     def _start(
-        self, exchange: Exchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
-    ) -> AggregationPath:
-        if isinstance(codec, Routed):
+        self, exchange: CodecExchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
+    ) -> StartedAggregation:
+        if isinstance(codec, RoutedCodec):
             return self._start_routes(exchange, codec, state, tensor, seeds)
         if isinstance(codec, Identity):
-            return AggregationPath(state, partial(exchange.sum_dense, tensor))
-        path = self._way(codec, state)
+            return StartedAggregation(state, partial(exchange.sum_dense, tensor))
+        path = self._choose_path(codec, state)
         if path == "two" and exchange.channel.size > 1:
-            method = method_of(without_feedback(codec))
+            method = get_codec_method(strip_feedback(codec))
             return start_two_phases(exchange, codec, method, state, tensor, seeds)
-        method = method_of(codec)
+        method = get_codec_method(codec)
         if path == "hops":
             return start_hops(exchange, codec, method, state, tensor, seeds)
         start = start_linear if path == "linear" else start_gathered
         return start(exchange, codec, method, state, tensor)
 
     def _start_routes(
-        self, exchange: Exchange, codec: Routed, state: CodecState, tensor: Tensor, seeds: Seeds
-    ) -> AggregationPath:
-        paths: list[tuple[Route, AggregationPath]] = []
-        for route in codec.routes(state):
-            route_seeds = Seeds(derive(seeds.shared, route.name), derive(seeds.own, route.name))
-            part = take(tensor, route.runs)
+        self, exchange: CodecExchange, codec: RoutedCodec, state: CodecState, tensor: Tensor, seeds: Seeds
+    ) -> StartedAggregation:
+        paths: list[tuple[CodecRoute, StartedAggregation]] = []
+        for route in codec.list_routes(state):
+            route_seeds = Seeds(derive_seed(seeds.shared, route.name), derive_seed(seeds.local, route.name))
+            part = gather_runs(tensor, route.runs)
             paths.append((route, self._start(exchange, route.codec, route.state, part, route_seeds)))
 
         async def finish() -> Sums:
             """Waits for all parts; those already sent come last."""
             metadata_by_route = []
-            for route, path in sorted(paths, key=lambda pair: pair[1].is_posted):
+            for route, path in sorted(paths, key=lambda pair: pair[1].is_sent):
                 total, metadata = await path.finish()
-                join(tensor, route.runs, total)
+                scatter_runs(tensor, route.runs, total)
                 metadata_by_route.append(metadata)
             return tensor, metadata_by_route[0]
 
         def learn(state: CodecState, average: Tensor) -> CodecState:
             states = {
-                route.name: path.learn(route.state, take(average, route.runs))
-                for route, (_, path) in zip(codec.routes(state), paths, strict=True)
+                route.name: path.update_state(route.state, gather_runs(average, route.runs))
+                for route, (_, path) in zip(codec.list_routes(state), paths, strict=True)
             }
             return codec.with_states(state, states)
 
         states = {route.name: path.state for route, path in paths}
-        return AggregationPath(codec.with_states(state, states), finish, learn)
+        return StartedAggregation(codec.with_states(state, states), finish, learn)
 
-    def _way(self, codec: Codec, state: CodecState) -> str:
-        if codec.linear(state):
+    def _choose_path(self, codec: Codec, state: CodecState) -> str:
+        if codec.is_linear(state):
             return "linear"
         if self.phases == "auto":
-            return "hops" if codec.per_hop else "gather"
+            return "hops" if codec.can_requantize else "gather"
         return self.phases
 
     def _check(self, codec: Codec, state: CodecState) -> None:
-        is_by_backend = collective_named(self.collective).by_backend
-        if isinstance(codec, Routed):
-            routes = codec.routes(state)
+        is_by_backend = find_collective(self.collective).is_native
+        if isinstance(codec, RoutedCodec):
+            routes = codec.list_routes(state)
             if is_by_backend and len(routes) > 1:
                 raise Unsupported(
                     f"collective {self.collective!r} matches sums by their order, which the parts of codec {codec!r} "
@@ -206,7 +212,7 @@ class CodecReducer(Reducer):
             for route in routes:
                 self._check(route.codec, route.state)
             return
-        path = self._way(codec, state)
+        path = self._choose_path(codec, state)
         if path == "linear":
             return
         if is_by_backend:
@@ -214,30 +220,32 @@ class CodecReducer(Reducer):
                 f"collective {self.collective!r} cannot carry a codec such as {codec!r}: use ring or direct"
             )
         if path != "gather":
-            check_cut(codec, state)
+            check_segmentable(codec, state)
 
     @property
-    def _cuts(self) -> bool:
+    def _needs_segment_seeds(self) -> bool:
         """Returns True if segments need seeds; codecs that ``auto`` sends by hops are stateless."""
         return self.phases in ("two", "hops")
 
-    def _opened(self, state: CodecState) -> tuple[CodecState, Seeds]:
+    def _unwrap_state(self, state: CodecState) -> tuple[CodecState, Seeds]:
         """Returns the state of the codec, and the seeds for segments."""
-        if not self._cuts:
+        if not self._needs_segment_seeds:
             return state, Seeds(0, 0)
-        return nested_state(state, "codec"), Seeds(state.shared["seed"], state.local["seed"])
+        return get_nested_state(state, "codec"), Seeds(state.shared["seed"], state.local["seed"])
 
-    def _closed(self, state: CodecState, inner: CodecState) -> CodecState:
-        return with_nested_state(state, "codec", inner) if self._cuts else inner
+    def _wrap_state(self, state: CodecState, inner: CodecState) -> CodecState:
+        return with_nested_state(state, "codec", inner) if self._needs_segment_seeds else inner
 
 
-def _summed_nbytes(codec: Codec, spec: TensorSpec) -> Iterator[int]:
+def _iter_summed_nbytes(codec: Codec, spec: TensorSpec) -> Iterator[int]:
     """Yields the bytes of each all-reduce of a tensor's parts."""
-    if isinstance(codec, Routed):
+    if isinstance(codec, RoutedCodec):
         for name, (part, _) in codec.split_spec(spec).items():
-            yield from _summed_nbytes(codec.codecs[name], part)
+            yield from _iter_summed_nbytes(codec.codecs[name], part)
     else:
         nbytes_by_dtype: Counter[torch.dtype] = Counter()
-        for summed in summed_specs(codec, spec if isinstance(codec, Identity) else carried_spec(spec)):
+        for summed in list_summed_specs(
+            codec, spec if isinstance(codec, Identity) else get_numerator_spec(spec)
+        ):
             nbytes_by_dtype[summed.dtype] += summed.nbytes
         yield from nbytes_by_dtype.values()

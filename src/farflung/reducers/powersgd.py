@@ -13,27 +13,27 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs.base import check_floating
-from farflung.codecs.blocks import working_dtype
-from farflung.codecs.stochastic import generator_on
-from farflung.options import number_option, whole_option
-from farflung.reducers.aggregation import Exchange
+from farflung.codecs.blocks import get_working_dtype
+from farflung.codecs.stochastic import create_device_generator
+from farflung.options import check_integer, check_number
+from farflung.reducers.aggregation import CodecExchange
 from farflung.reducers.base import (
+    build_result,
+    cast_mean,
     check_rounds,
-    divisor,
-    method_of_rounds,
-    numerator,
-    reduced,
-    rounded,
-    side_of,
+    compute_numerator,
+    get_divisor,
+    get_reducer_method,
+    pack_metadata,
 )
 from farflung.types import (
     Channel,
     CodecState,
     CodingCost,
     Contribution,
-    Placed,
-    Reduced,
+    ParameterSpan,
     Reducer,
+    ReduceResult,
     Seeds,
     State,
     StateSlot,
@@ -83,8 +83,8 @@ class PowerSGD(Reducer):
     dense steps of None are our choice: a small transformer needs both to come near dense gradients.
     """
 
-    repeatable: ClassVar[bool] = True
-    teaches: ClassVar[bool] = True
+    is_repeatable: ClassVar[bool] = True
+    has_shared_delta: ClassVar[bool] = True
 
     rank: int | None = None
     min_ratio: float = 2.0
@@ -95,19 +95,19 @@ class PowerSGD(Reducer):
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            whole_option("powersgd", "rank", self.rank, 1)
+            check_integer("powersgd", "rank", self.rank, 1)
         if self.dense_steps is not None:
-            whole_option("powersgd", "dense_steps", self.dense_steps, 0)
-        number_option("powersgd", "min_ratio", self.min_ratio, 1)
+            check_integer("powersgd", "dense_steps", self.dense_steps, 0)
+        check_number("powersgd", "min_ratio", self.min_ratio, 1)
         check_rounds("powersgd", self.collective)
 
     @property
     def method(self) -> str:
         """Name of the arithmetic for coding costs."""
-        return method_of_rounds(self, dense_steps=None)
+        return get_reducer_method(self, dense_steps=None)
 
     @override
-    def for_run(self, steps: int, warmup: int) -> PowerSGD:
+    def with_run_length(self, steps: int, warmup: int) -> PowerSGD:
         return self if self.dense_steps is not None else replace(self, dense_steps=max(steps // 10, warmup))
 
     @override
@@ -118,41 +118,45 @@ class PowerSGD(Reducer):
           Unsupported: The tensor is not floating.
         """
         check_floating("powersgd", spec)
-        dense, groups = self._layout(spec)
-        dtype = working_dtype(spec.dtype)
+        dense, groups = self._plan_layout(spec)
+        dtype = get_working_dtype(spec.dtype)
         q = {
-            shape: self._random(shape, len(starts), dtype, generator_on(_CPU, seeds.shared, shape))
+            shape: self._draw_q(shape, len(starts), dtype, create_device_generator(_CPU, seeds.shared, shape))
             for shape, starts in groups.items()
         }
         layout = {"dense": dense, "groups": groups}
         return CodecState({"layout": layout, "seed": seeds.shared, "q": q}, {"residual": {}})
 
     @override
-    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+    def list_summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
         """Returns the bytes of P with the dense parts, and of Q, after the dense steps."""
-        dense, groups = self._layout(spec)
+        dense, groups = self._plan_layout(spec)
         first, second = sum(numel for _, numel in dense), 0
         for shape, starts in groups.items():
-            rows, columns, rank = self._sides(shape)
+            rows, columns, rank = self._parse_shape(shape)
             first += len(starts) * rows * rank
             second += len(starts) * columns * rank
-        itemsize = working_dtype(spec.dtype).itemsize
+        itemsize = get_working_dtype(spec.dtype).itemsize
         return first * itemsize, second * itemsize
 
     @override
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
-        tensor = numerator(channel, own)
+    async def reduce(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
+    ) -> ReduceResult:
+        exchange = CodecExchange(
+            channel, self.collective, pack_metadata(contribution), step, contribution.tensor.dtype
+        )
+        tensor = compute_numerator(channel, contribution)
         if step < (self.dense_steps or 0):
-            return reduced(channel, *await exchange.sum_dense(tensor), own.tensor.dtype)
+            return build_result(channel, *await exchange.sum_dense(tensor), contribution.tensor.dtype)
         cost = partial(CodingCost, method=self.method, numel=tensor.numel())
         state, groups = slot.state, slot.state.shared["layout"]["groups"]
 
         def project() -> tuple[dict[str, Tensor], list[Tensor]]:
             """Returns the matrices, and the dense parts followed by P of each shape."""
-            matrices = self._matrices(state, tensor)
+            matrices = self._build_matrices(state, tensor)
             q = {
-                shape: self._usable(state, shape, q, tensor.device, step)
+                shape: self._repair_q(state, shape, q, tensor.device, step)
                 for shape, q in state.shared["q"].items()
             }
             dense = [tensor[start : start + numel] for start, numel in state.shared["layout"]["dense"]]
@@ -160,19 +164,19 @@ class PowerSGD(Reducer):
 
         matrices, tensors = channel.compute(cost("encode"), project)
         slot.state = CodecState(state.shared, {"residual": {}})
-        first, metadata = await exchange.sum(_flat(tensors, tensor))
-        weight_sum = divisor(metadata)
+        first, metadata = await exchange.sum(_flatten(tensors, tensor))
+        weight_sum = get_divisor(metadata)
 
         def orthonormalize() -> tuple[list[Tensor], list[Tensor]]:
             """Writes the means of the dense parts; returns P and this rank's Q of each shape."""
             sums = _split_like(tensors, first)
             for part, total in zip(tensors[: len(tensors) - len(matrices)], sums, strict=False):
                 part.copy_(total).div_(weight_sum)
-            p = [_orthonormal(total) for total in sums[len(tensors) - len(matrices) :]]
+            p = [_orthonormalize(total) for total in sums[len(tensors) - len(matrices) :]]
             return p, [m.mT @ left_factor for m, left_factor in zip(matrices.values(), p, strict=True)]
 
         p, q = channel.compute(cost("orthonormalize"), orthonormalize)
-        second, _ = await exchange.sum(_flat(q, tensor))
+        second, _ = await exchange.sum(_flatten(q, tensor))
 
         def restore() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             """Writes the means of the matrices; returns the mean Q and the residual of each shape."""
@@ -185,7 +189,9 @@ class PowerSGD(Reducer):
                 mean = left_factor @ right_factor.mT
                 for row, start in zip(mean, groups[shape], strict=True):
                     tensor[start : start + row.numel()] = row.view(-1)
-                residuals[shape] = matrices[shape].sub_(mean, alpha=own.weight).nan_to_num_(0.0, 0.0, 0.0)
+                residuals[shape] = (
+                    matrices[shape].sub_(mean, alpha=contribution.weight).nan_to_num_(0.0, 0.0, 0.0)
+                )
             return means, residuals
 
         new_q, residuals = channel.compute(cost("decode"), restore)
@@ -200,59 +206,59 @@ class PowerSGD(Reducer):
                 }
             return CodecState({**state.shared, **shared_delta}, {"residual": residual})
 
-        mean = rounded(channel, tensor, own.tensor.dtype)
-        return Reduced(
+        mean = cast_mean(channel, tensor, contribution.tensor.dtype)
+        return ReduceResult(
             mean,
             float(metadata[0]),
             metadata[1:],
             lambda current: channel.compute(cost("learn"), partial(learn, current)),
-            taught=shared_delta,
+            shared_delta=shared_delta,
         )
 
-    def _layout(self, spec: TensorSpec) -> tuple[list[list[int]], dict[str, list[int]]]:
+    def _plan_layout(self, spec: TensorSpec) -> tuple[list[list[int]], dict[str, list[int]]]:
         """Returns start and length of the dense parts, and the starts of the matrices of each shape."""
         dense: list[list[int]] = []
         groups: dict[str, list[int]] = {}
-        for part in spec.parts or (Placed(spec.shape, 0),):
+        for part in spec.spans or (ParameterSpan(spec.shape, 0),):
             rows, columns = (part.shape[0], part.numel // max(part.shape[0], 1)) if part.shape else (1, 1)
-            sent = self._rank(rows, columns) * (rows + columns)
+            sent = self._choose_rank(rows, columns) * (rows + columns)
             if len(part.shape) > 1 and 0 < sent * self.min_ratio <= rows * columns:
                 groups.setdefault(f"{rows}x{columns}", []).append(part.start)
             else:
                 dense.append([part.start, part.numel])
         return dense, groups
 
-    def _rank(self, rows: int, columns: int) -> int:
+    def _choose_rank(self, rows: int, columns: int) -> int:
         shorter = min(rows, columns)
         return min(shorter, max(2, math.isqrt(shorter // 2)) if self.rank is None else self.rank)
 
-    def _sides(self, shape: str) -> tuple[int, int, int]:
+    def _parse_shape(self, shape: str) -> tuple[int, int, int]:
         """Returns rows and columns of a matrix, and the rank that it is sent with."""
         rows, columns = map(int, shape.split("x"))
-        return rows, columns, self._rank(rows, columns)
+        return rows, columns, self._choose_rank(rows, columns)
 
-    def _random(self, shape: str, count: int, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
-        _, columns, rank = self._sides(shape)
+    def _draw_q(self, shape: str, count: int, dtype: torch.dtype, noise: torch.Generator) -> Tensor:
+        _, columns, rank = self._parse_shape(shape)
         return torch.randn((count, columns, rank), generator=noise, dtype=dtype, device=noise.device)
 
-    def _matrices(self, state: CodecState, tensor: Tensor) -> dict[str, Tensor]:
+    def _build_matrices(self, state: CodecState, tensor: Tensor) -> dict[str, Tensor]:
         """Returns gradients plus residuals of each shape, as tensors of ``(matrices, rows, columns)``."""
         residual: State = state.local["residual"]
         matrices = {}
         for shape, starts in sorted(state.shared["layout"]["groups"].items()):
-            rows, columns, _ = self._sides(shape)
+            rows, columns, _ = self._parse_shape(shape)
             stacked = torch.stack(
                 [tensor[start : start + rows * columns].view(rows, columns) for start in starts]
             )
-            matrices[shape] = stacked.to(working_dtype(tensor.dtype))
+            matrices[shape] = stacked.to(get_working_dtype(tensor.dtype))
             if shape in residual:
                 matrices[shape] += residual[shape].to(tensor.device)
         return matrices
 
-    def _usable(self, state: CodecState, shape: str, q: Tensor, device: torch.device, step: int) -> Tensor:
+    def _repair_q(self, state: CodecState, shape: str, q: Tensor, device: torch.device, step: int) -> Tensor:
         """Returns Q on the device, with random columns in place of zero or non-finite ones."""
-        noise = generator_on(device, state.shared["seed"], shape, step)
-        fresh = self._random(shape, len(q), q.dtype, noise)
+        noise = create_device_generator(device, state.shared["seed"], shape, step)
+        fresh = self._draw_q(shape, len(q), q.dtype, noise)
         if not self.warm_start:
             return fresh
         q = q.to(device)
@@ -263,10 +269,12 @@ class PowerSGD(Reducer):
 _CPU = torch.device("cpu")
 
 
-def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+def _flatten(tensors: Sequence[Tensor], reference: Tensor) -> Tensor:
     """Concatenates tensors into a flat one, in the dtype of computations."""
-    dtype = working_dtype(like.dtype)
-    return torch.cat([like.new_empty(0, dtype=dtype), *(tensor.reshape(-1).to(dtype) for tensor in tensors)])
+    dtype = get_working_dtype(reference.dtype)
+    return torch.cat(
+        [reference.new_empty(0, dtype=dtype), *(tensor.reshape(-1).to(dtype) for tensor in tensors)]
+    )
 
 
 def _split_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
@@ -275,7 +283,7 @@ def _split_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
-def _orthonormal(matrices: Tensor) -> Tensor:
+def _orthonormalize(matrices: Tensor) -> Tensor:
     """Orthonormalizes the columns of each matrix by Gram-Schmidt, twice each; dependent columns become zero."""
     columns: list[Tensor] = []
     for column in matrices.unbind(dim=2):

@@ -14,22 +14,28 @@ from typing_extensions import override
 
 from farflung.codecs.base import check_floating
 from farflung.codecs.bits import pack_fields, unpack_fields
-from farflung.codecs.blocks import bucket_norms
-from farflung.codecs.qsgd import quantization
-from farflung.codecs.stochastic import from_levels, generator_on, to_levels
-from farflung.comm.collectives.segments import others
-from farflung.comm.staging import on_device
-from farflung.options import whole_option
-from farflung.reducers.aggregation import Exchange
-from farflung.reducers.base import check_rounds, method_of_rounds, numerator, reduced, side_of
+from farflung.codecs.blocks import compute_bucket_norms
+from farflung.codecs.qsgd import resolve_levels
+from farflung.codecs.stochastic import create_device_generator, from_levels, to_levels
+from farflung.comm.collectives.segments import list_peers
+from farflung.comm.staging import copy_to_device
+from farflung.options import check_integer
+from farflung.reducers.aggregation import CodecExchange
+from farflung.reducers.base import (
+    build_result,
+    check_rounds,
+    compute_numerator,
+    get_reducer_method,
+    pack_metadata,
+)
 from farflung.types import (
     Channel,
     CodecState,
     CodingCost,
     Contribution,
     Payload,
-    Reduced,
     Reducer,
+    ReduceResult,
     Seeds,
     StateSlot,
     TensorSpec,
@@ -69,7 +75,7 @@ class SharedScaleQSGD(Reducer):
     each bucket, and the fields, are our choice.
     """
 
-    repeatable: ClassVar[bool] = True
+    is_repeatable: ClassVar[bool] = True
 
     bits: int | None = None
     levels: int | None = None
@@ -77,14 +83,14 @@ class SharedScaleQSGD(Reducer):
     collective: str = "direct"
 
     def __post_init__(self) -> None:
-        quantization("shared_scale_qsgd", self.bits, self.levels)
-        whole_option("shared_scale_qsgd", "bucket_size", self.bucket_size, 1)
+        resolve_levels("shared_scale_qsgd", self.bits, self.levels)
+        check_integer("shared_scale_qsgd", "bucket_size", self.bucket_size, 1)
         check_rounds("shared_scale_qsgd", self.collective)
 
     @property
     def method(self) -> str:
         """Name of the arithmetic for coding costs."""
-        return method_of_rounds(self)
+        return get_reducer_method(self)
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -94,33 +100,35 @@ class SharedScaleQSGD(Reducer):
           Unsupported: The tensor is not floating.
         """
         check_floating("shared_scale_qsgd", spec)
-        return CodecState(local={"seed": seeds.own})
+        return CodecState(local={"seed": seeds.local})
 
     @override
-    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+    def list_summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
         """Returns the bytes of the words that hold the levels."""
-        return (4 * math.ceil(spec.numel / (32 // self._width(size))),)
+        return (4 * math.ceil(spec.numel / (32 // self._compute_width(size))),)
 
     @override
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        _, levels = quantization("shared_scale_qsgd", self.bits, self.levels)
-        width = self._width(channel.size)
-        exchange = Exchange(channel, self.collective, side_of(own), step)
-        tensor, seed = numerator(channel, own), slot.state.local["seed"]
+    async def reduce(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
+    ) -> ReduceResult:
+        _, levels = resolve_levels("shared_scale_qsgd", self.bits, self.levels)
+        width = self._compute_width(channel.size)
+        exchange = CodecExchange(channel, self.collective, pack_metadata(contribution), step)
+        tensor, seed = compute_numerator(channel, contribution), slot.state.local["seed"]
         cost = partial(CodingCost, method=self.method, numel=tensor.numel())
-        norms = channel.compute(cost("scales"), lambda: bucket_norms(tensor, self.bucket_size, "max"))
-        hop, scales = channel.hops(1), norms
-        for peer in others(channel):
+        norms = channel.compute(cost("scales"), lambda: compute_bucket_norms(tensor, self.bucket_size, "max"))
+        hop, scales = channel.reserve_hops(1), norms
+        for peer in list_peers(channel):
             channel.send(Payload((norms,)), peer, hop)
-        for peer in others(channel):  # NaN if any replica has one
-            received = await channel.recv(peer, hop, (TensorSpec.of(norms),))
-            (peer_norms,) = on_device(received, norms.device).tensors()
+        for peer in list_peers(channel):  # NaN if any replica has one
+            received = await channel.recv(peer, hop, (TensorSpec.from_tensor(norms),))
+            (peer_norms,) = copy_to_device(received, norms.device).iter_tensors()
             scales = channel.compute(
                 CodingCost("add", "", norms.numel()), partial(torch.maximum, scales, peer_norms)
             )
 
         def encode() -> Tensor:
-            noise = generator_on(tensor.device, seed, step)
+            noise = create_device_generator(tensor.device, seed, step)
             return pack_fields(to_levels(tensor, scales, levels, self.bucket_size, noise), width)
 
         words, metadata = await exchange.sum(channel.compute(cost("encode"), encode))
@@ -129,9 +137,11 @@ class SharedScaleQSGD(Reducer):
             sums = unpack_fields(words, width, tensor.numel())
             return from_levels(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
 
-        return reduced(channel, channel.compute(cost("decode"), decode), metadata, own.tensor.dtype)
+        return build_result(
+            channel, channel.compute(cost("decode"), decode), metadata, contribution.tensor.dtype
+        )
 
-    def _width(self, size: int) -> int:
+    def _compute_width(self, size: int) -> int:
         """Returns the bits of a field that holds the sum of ``size`` replicas' levels."""
-        _, levels = quantization("shared_scale_qsgd", self.bits, self.levels)
+        _, levels = resolve_levels("shared_scale_qsgd", self.bits, self.levels)
         return (2 * levels * size).bit_length()

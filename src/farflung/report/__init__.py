@@ -2,52 +2,59 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
     from farflung.report.comparison import (
-        Compared,
-        Course,
-        compare_courses,
-        comparison_picture,
-        comparison_table,
+        ComparisonRow,
+        RunHistory,
+        compare_runs,
+        draw_comparison,
+        render_comparison_table,
     )
-    from farflung.report.page import ReportedRun, report_data, report_page
-    from farflung.report.partition import partition_table
-    from farflung.report.tables import PLAIN_WIDTH, as_lines, as_text, score_words, summary_table, text_width
-    from farflung.report.trace import chrome_trace
-    from farflung.report.traffic import SentByKind, sent_by_kind, traffic_table
+    from farflung.report.page import ReportedRun, build_report_data, render_report_page
+    from farflung.report.partition import render_partition_table
+    from farflung.report.tables import (
+        PLAIN_WIDTH,
+        as_lines,
+        as_text,
+        format_score,
+        get_output_width,
+        render_summary_table,
+    )
+    from farflung.report.trace import build_chrome_trace
+    from farflung.report.traffic import TrafficByKind, read_traffic, render_traffic_table
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
-            "comparison": "Compared Course compare_courses comparison_picture comparison_table",
-            "page": "ReportedRun report_data report_page",
-            "partition": "partition_table",
-            "tables": "PLAIN_WIDTH as_lines as_text score_words summary_table text_width",
-            "trace": "chrome_trace",
-            "traffic": "SentByKind sent_by_kind traffic_table",
+            "comparison": "ComparisonRow RunHistory compare_runs draw_comparison render_comparison_table",
+            "page": "ReportedRun build_report_data render_report_page",
+            "partition": "render_partition_table",
+            "tables": "PLAIN_WIDTH as_lines as_text format_score render_summary_table get_output_width",
+            "trace": "build_chrome_trace",
+            "traffic": "TrafficByKind read_traffic render_traffic_table",
         },
     )
 
 __all__ = [
     "PLAIN_WIDTH",
-    "Compared",
-    "Course",
+    "ComparisonRow",
     "ReportedRun",
-    "SentByKind",
+    "RunHistory",
+    "TrafficByKind",
     "as_lines",
     "as_text",
-    "chrome_trace",
-    "compare_courses",
-    "comparison_picture",
-    "comparison_table",
-    "partition_table",
-    "report_data",
-    "report_page",
-    "score_words",
-    "sent_by_kind",
-    "summary_table",
-    "text_width",
-    "traffic_table",
+    "build_chrome_trace",
+    "build_report_data",
+    "compare_runs",
+    "draw_comparison",
+    "format_score",
+    "get_output_width",
+    "read_traffic",
+    "render_comparison_table",
+    "render_partition_table",
+    "render_report_page",
+    "render_summary_table",
+    "render_traffic_table",
 ]

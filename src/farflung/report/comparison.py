@@ -14,36 +14,36 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from farflung.errors import DataError
-from farflung.report.pictures import BLUE, VERMILLION, percent, picture, ticks
-from farflung.report.reading import PARTS_OF_TIME, SELDOM, sessions, time_split
-from farflung.report.tables import PLAIN_WIDTH, duration_words, new_table, score_words
-from farflung.telemetry import Event, number
+from farflung.report.pictures import BLUE, VERMILLION, create_picture, set_percent_ticks, set_ticks
+from farflung.report.reading import OPTIONAL_PARTS, TIME_PARTS, read_time_split, split_sessions
+from farflung.report.tables import PLAIN_WIDTH, create_table, format_duration, format_score
+from farflung.telemetry import Event, read_number
 from farflung.types import Json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
-__all__ = ["Compared", "Course", "compare_courses", "comparison_picture", "comparison_table"]
+__all__ = ["ComparisonRow", "RunHistory", "compare_runs", "draw_comparison", "render_comparison_table"]
 
 # Okabe and Ito's palette.
 COLOURS = (BLUE, VERMILLION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vPX*"
-TEXTS = {"network", "recipe"}
+TEXT_COLUMNS = {"network", "recipe"}
 """Columns whose cells may take several lines."""
-FOLDED = 16
+MIN_FOLDED_WIDTH = 16
 """Minimum width of these columns, in characters, if the table is too wide."""
-LEFT_OUT = (
+DROPPABLE_COLUMNS = (
     "coding", "evaluation", "compute", "duration", "waiting", "rank 0 sent", "final accuracy", "final score",
     "speed-up",
 )  # fmt: skip
 """Columns that are dropped from a table that is too wide, in this order."""
-WIDE = 8.0
+LOG_SCALE_RATIO = 8.0
 """Ratio of the longest run to the shortest above which axes of time and bytes are logarithmic."""
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RunHistory:
     """Evaluations of one run over time, and its summary.
 
     Args:
@@ -61,9 +61,9 @@ class Course:
     summary: Mapping[str, Json]
 
     @staticmethod
-    def of(
+    def from_events(
         recipe: str, network: str, seed: int, events: Iterable[Event], summary: Mapping[str, Json]
-    ) -> Course:
+    ) -> RunHistory:
         """Builds the history from the events of rank 0.
 
         Raises:
@@ -71,27 +71,27 @@ class Course:
         """
         source = f"{recipe} on {network}, seed {seed}"
         scores = tuple(
-            (time_s, int(number(event, "bytes_sent", source)), number(event, "accuracy", source))
-            for session in sessions(events, source)
+            (time_s, int(read_number(event, "bytes_sent", source)), read_number(event, "accuracy", source))
+            for session in split_sessions(events, source)
             for time_s, event in session
             if event["event"] == "evaluation"
         )
         if not scores:
             raise DataError(f"{source}: it was never evaluated")
-        return Course(recipe, network, seed, scores, summary)
+        return RunHistory(recipe, network, seed, scores, summary)
 
     @property
-    def best(self) -> float:
+    def max_score(self) -> float:
         """Best score of all evaluations."""
         return max(score for _, _, score in self.scores)
 
-    def reaches(self, target: float) -> tuple[float, int] | None:
+    def find_target_cost(self, target: float) -> tuple[float, int] | None:
         """Returns seconds and bytes up to the first evaluation with a score of at least ``target``, or None."""
         return next(((t, sent) for t, sent, score in self.scores if score >= target), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparisonRow:
     """Results of one recipe on one network: means over seeds, with simulated times.
 
     Args:
@@ -129,31 +129,29 @@ class Compared:
         return {**asdict(self), "final_accuracy_range": list(self.final_accuracy_range)}
 
 
-def compare_courses(courses: Sequence[Course], target: float) -> list[Compared]:
+def compare_runs(runs: Sequence[RunHistory], target: float) -> list[ComparisonRow]:
     """Builds one row for each network and recipe, in the order of their first appearance."""
-    rows: list[Compared] = []
+    rows: list[ComparisonRow] = []
     baselines: dict[str, float | None] = {}
-    networks, recipes = (
-        dict.fromkeys(getattr(run, name) for run in courses) for name in ("network", "recipe")
-    )
+    networks, recipes = (dict.fromkeys(getattr(run, name) for run in runs) for name in ("network", "recipe"))
     for network, recipe in product(networks, recipes):
-        group = [run for run in courses if (run.network, run.recipe) == (network, recipe)]
+        group = [run for run in runs if (run.network, run.recipe) == (network, recipe)]
         if not group:
             continue
         source = f"{recipe} on {network}: its summary"
         means = {
-            name: fmean(number({"coding_s": 0.0, **run.summary}, name, source) for run in group)
+            name: fmean(read_number({"coding_s": 0.0, **run.summary}, name, source) for run in group)
             for name in ("bytes_sent_per_replica", "duration_s", "coding_s")
         }
-        splits = [time_split(run.summary, source) for run in group]
-        parts = {part: fmean(split[part] for split in splits) for part in PARTS_OF_TIME}
-        costs = [cost for run in group if (cost := run.reaches(target)) is not None]
+        splits = [read_time_split(run.summary, source) for run in group]
+        parts = {part: fmean(split[part] for split in splits) for part in TIME_PARTS}
+        costs = [cost for run in group if (cost := run.find_target_cost(target)) is not None]
         all_reached = len(costs) == len(group)
         seconds = fmean(time_s for time_s, _ in costs) if all_reached else None
         baseline = baselines.setdefault(network, seconds)
         finals = [run.scores[-1][2] for run in group]
         rows.append(
-            Compared(
+            ComparisonRow(
                 network,
                 recipe,
                 seeds=len(group),
@@ -163,14 +161,14 @@ def compare_courses(courses: Sequence[Course], target: float) -> list[Compared]:
                 speed_up=None if baseline is None or not seconds else baseline / seconds,
                 final_accuracy=fmean(finals),
                 final_accuracy_range=(min(finals), max(finals)),
-                time_s={part: mean for part, mean in parts.items() if mean or part not in SELDOM},
+                time_s={part: mean for part, mean in parts.items() if mean or part not in OPTIONAL_PARTS},
                 **means,
             )
         )
     return rows
 
 
-def comparison_table(rows: Sequence[Compared], target: float, width: int | None = None) -> Table:
+def render_comparison_table(rows: Sequence[ComparisonRow], target: float, width: int | None = None) -> Table:
     """Renders the comparison as a table, which says that all times are simulated.
 
     Text that all rows share, of recipes too, moves to the title. Long recipes take several lines. If the table
@@ -187,27 +185,31 @@ def comparison_table(rows: Sequence[Compared], target: float, width: int | None 
       MissingExtra: rich is not installed.
     """
     width = width or PLAIN_WIDTH
-    table = new_table("", caption_justify="left")
+    table = create_table("", caption_justify="left")
     from rich.text import Text
 
-    name, words = score_words(target)
+    name, words = format_score(target)
     title = [f"Simulated. Time to {name} {words}; speed-up over the first recipe of the same network."]
-    columns = _columns(rows, f"final {name}")
+    columns = _build_columns(rows, f"final {name}")
     if len({row.network for row in rows}) == 1:
         title.append(f"All on {rows[0].network}.")
         del columns["network"]
-    start, end = _shared(columns["recipe"])
+    start, end = _find_affixes(columns["recipe"])
     if start or end:
         title.append(f"All recipes: {start}…{end}")
         columns["recipe"] = [text[len(start) : len(text) - len(end)] for text in columns["recipe"]]
-    widths, dropped = _fitted(columns, width)
+    widths, dropped = _fit_columns(columns, width)
     table.title = Text("\n".join(title))
     table.min_width = min(width, max(map(len, title)))
     table.caption = Text(f"No room for: {', '.join(dropped)}.") if dropped else None
     for column, chars in widths.items():
         style = "bold" if column == "recipe" else None
         table.add_column(
-            column, style=style, width=chars, justify="left" if column in TEXTS else "right", overflow="fold"
+            column,
+            style=style,
+            width=chars,
+            justify="left" if column in TEXT_COLUMNS else "right",
+            overflow="fold",
         )
     previous_network = None
     for index, row in enumerate(rows):
@@ -216,14 +218,14 @@ def comparison_table(rows: Sequence[Compared], target: float, width: int | None 
         cells = {column: columns[column][index] for column in widths}
         if row.network == previous_network and "network" in cells:
             cells["network"] = ""
-        for column in TEXTS & cells.keys():
-            cells[column] = _folded(cells[column], widths[column])
+        for column in TEXT_COLUMNS & cells.keys():
+            cells[column] = _fold_text(cells[column], widths[column])
         table.add_row(*map(Text, cells.values()))
         previous_network = row.network
     return table
 
 
-def _columns(rows: Sequence[Compared], final: str) -> dict[str, list[str]]:
+def _build_columns(rows: Sequence[ComparisonRow], score_column: str) -> dict[str, list[str]]:
     """Builds the cells of each column; leaves out evaluation and coding if no row has any."""
     from rich.filesize import decimal
 
@@ -231,8 +233,8 @@ def _columns(rows: Sequence[Compared], final: str) -> dict[str, list[str]]:
     for row in rows:
         total = sum(row.time_s.values()) or 1.0
         waiting = row.time_s["exposed_communication"] + row.time_s["data_wait"]
-        low, high = (score_words(score)[1] for score in row.final_accuracy_range)
-        mean = score_words(row.final_accuracy)[1]
+        low, high = (format_score(score)[1] for score in row.final_accuracy_range)
+        mean = format_score(row.final_accuracy)[1]
         count = f"{row.reached} of {row.seeds} runs"
         shares = {"compute": row.time_s["compute"], "waiting": waiting}
         shares |= {"evaluation": row.time_s["evaluation"], "coding": row.coding_s}
@@ -240,11 +242,11 @@ def _columns(rows: Sequence[Compared], final: str) -> dict[str, list[str]]:
             {
                 "network": row.network,
                 "recipe": row.recipe,
-                "to target": count if row.time_to_target_s is None else duration_words(row.time_to_target_s),
+                "to target": count if row.time_to_target_s is None else format_duration(row.time_to_target_s),
                 "speed-up": "" if row.speed_up is None else f"{row.speed_up:.2f}",
-                final: f"{mean}\n{low} to {high}" if row.seeds > 1 else mean,
+                score_column: f"{mean}\n{low} to {high}" if row.seeds > 1 else mean,
                 "rank 0 sent": decimal(int(row.bytes_sent_per_replica)),
-                "duration": duration_words(row.duration_s),
+                "duration": format_duration(row.duration_s),
                 **{name: f"{100 * part / total:.0f} %" for name, part in shares.items()},
             }
         )
@@ -256,7 +258,7 @@ def _columns(rows: Sequence[Compared], final: str) -> dict[str, list[str]]:
     return columns
 
 
-def _fitted(columns: Mapping[str, Sequence[str]], width: int) -> tuple[dict[str, int], list[str]]:
+def _fit_columns(columns: Mapping[str, Sequence[str]], width: int) -> tuple[dict[str, int], list[str]]:
     """Returns the width of each column that fits, and the names of the dropped ones."""
 
     def measure_width(texts: Iterable[str]) -> int:
@@ -268,7 +270,9 @@ def _fitted(columns: Mapping[str, Sequence[str]], width: int) -> tuple[dict[str,
     }
     natural_widths = {name: max(len(name), chars) for name, chars in cells.items()}
     widths = {
-        name: max(measure_width(name.split()), min(chars, FOLDED) if name in TEXTS else chars)
+        name: max(
+            measure_width(name.split()), min(chars, MIN_FOLDED_WIDTH) if name in TEXT_COLUMNS else chars
+        )
         for name, chars in cells.items()
     }
 
@@ -276,7 +280,7 @@ def _fitted(columns: Mapping[str, Sequence[str]], width: int) -> tuple[dict[str,
         return width - sum(widths.values()) - 3 * len(widths) - 1
 
     dropped: list[str] = []
-    for name in LEFT_OUT:
+    for name in DROPPABLE_COLUMNS:
         if count_free() < 0 and name in widths:
             del widths[name]
             dropped.append(name)
@@ -286,7 +290,7 @@ def _fitted(columns: Mapping[str, Sequence[str]], width: int) -> tuple[dict[str,
     return widths, dropped
 
 
-def _shared(recipes: Sequence[str]) -> tuple[str, str]:
+def _find_affixes(recipes: Sequence[str]) -> tuple[str, str]:
     """Finds the longest common prefix and suffix of recipes that leave a name or a balanced value of each.
 
     >>> _find_affixes(["ring(codec=int8)", "ring(codec=topk(density=0.1))"])
@@ -305,7 +309,7 @@ def _shared(recipes: Sequence[str]) -> tuple[str, str]:
             if all(
                 text.startswith(start)
                 and text.endswith(end)
-                and _is_whole(text[len(start) : len(text) - len(end)])
+                and _is_balanced(text[len(start) : len(text) - len(end)])
                 for text in recipes
             )
         ),
@@ -314,13 +318,13 @@ def _shared(recipes: Sequence[str]) -> tuple[str, str]:
     )
 
 
-def _is_whole(text: str) -> bool:
+def _is_balanced(text: str) -> bool:
     """Returns True if a text is not empty and closes each bracket that it opens."""
     depth = [text[:i].count("(") - text[:i].count(")") for i in range(1, len(text) + 1)]
     return bool(depth) and min(depth) >= 0 and depth[-1] == 0
 
 
-def _folded(text: str, width: int) -> str:
+def _fold_text(text: str, width: int) -> str:
     """Breaks a text into lines, after punctuation if possible.
 
     >>> _fold_text("error_feedback(topk(density=0.01))", 16).splitlines()
@@ -334,7 +338,7 @@ def _folded(text: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, target: float) -> None:
+def draw_comparison(runs: Sequence[RunHistory], path: Path, *, title: str, target: float) -> None:
     """Draws accuracy over time and over bytes sent, a row for each network and a line for each recipe.
 
     Axes are logarithmic if durations differ widely. A line is the mean of all seeds, a band their range.
@@ -348,32 +352,32 @@ def comparison_picture(courses: Sequence[Course], path: Path, *, title: str, tar
     Raises:
       MissingExtra: matplotlib is not installed.
     """
-    networks = list(dict.fromkeys(run.network for run in courses))
-    recipes = list(dict.fromkeys(run.recipe for run in courses))
-    with picture(path, (12, 1.0 + 3.9 * len(networks)), title, simulated=True) as figure:
+    networks = list(dict.fromkeys(run.network for run in runs))
+    recipes = list(dict.fromkeys(run.recipe for run in runs))
+    with create_picture(path, (12, 1.0 + 3.9 * len(networks)), title, is_simulated=True) as figure:
         panels = figure.subplots(len(networks), 2, squeeze=False)
         for network, (over_time, over_bytes) in zip(networks, panels, strict=True):
             over_time.set(title=network, xlabel="simulated time (s)")
-            group_runs = [run for run in courses if run.network == network]
-            name, unit = _unit(max(sent for run in group_runs for _, sent, _ in run.scores))
+            group_runs = [run for run in runs if run.network == network]
+            name, unit = _choose_unit(max(sent for run in group_runs for _, sent, _ in run.scores))
             over_bytes.set(title=network, xlabel=f"sent by rank 0 ({name})")
             for number, recipe in enumerate(recipes):
-                group = [c for c in courses if (c.network, c.recipe) == (network, recipe)]
+                group = [c for c in runs if (c.network, c.recipe) == (network, recipe)]
                 _draw(over_time, group, number, 0, 1.0)
                 _draw(over_bytes, group, number, 1, unit)
             for column, axes in enumerate((over_time, over_bytes)):
                 ends = [run.scores[-1][column] for run in group_runs]
-                _finish(axes, target, wide=max(ends) > WIDE * min(ends) > 0)
+                _finish_axes(axes, target, is_log=max(ends) > LOG_SCALE_RATIO * min(ends) > 0)
         panels[0][0].legend(loc="lower right")
 
 
-def _unit(nbytes: int) -> tuple[str, float]:
+def _choose_unit(nbytes: int) -> tuple[str, float]:
     """Returns the unit in which a number of bytes has one to three digits, and the unit's size in bytes."""
     units = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
     return next(((name, size) for name, size in reversed(units.items()) if nbytes >= size), ("bytes", 1.0))
 
 
-def _draw(axes: Axes, group: Sequence[Course], number: int, column: int, unit: float) -> None:
+def _draw(axes: Axes, group: Sequence[RunHistory], number: int, column: int, unit: float) -> None:
     if not group:
         return
     points = min(len(run.scores) for run in group)
@@ -388,21 +392,21 @@ def _draw(axes: Axes, group: Sequence[Course], number: int, column: int, unit: f
         axes.fill_between(x.mean(axis=0), y.min(axis=0), y.max(axis=0), color=colour, alpha=0.18, linewidth=0)
 
 
-def _finish(axes: Axes, target: float, *, wide: bool) -> None:
+def _finish_axes(axes: Axes, target: float, *, is_log: bool) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.axhline(target, color="#777777", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-    if wide:
+    if is_log:
         axes.set_xscale("log")
     else:
         axes.set_xlim(left=0)
-    ticks(axes.xaxis)
-    if wide:
+    set_ticks(axes.xaxis)
+    if is_log:
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.xaxis.set_minor_formatter(NullFormatter())
     low, high = axes.get_ylim()
     if low >= -0.1 and high <= 1.1 and math.isfinite(target):
-        percent(axes.yaxis)
+        set_percent_ticks(axes.yaxis)
         axes.set_ylabel("test accuracy (%)")
     else:
         axes.set_ylabel("test score, higher is better")

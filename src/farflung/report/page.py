@@ -16,34 +16,34 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from farflung.recipes import FAMILIES
-from farflung.report.reading import PARTS_OF_TIME, SELDOM, RankCourse, rank_courses
-from farflung.report.tables import summary_table
-from farflung.report.trace import BESIDE, PARTS
-from farflung.report.traffic import sent_by_kind
-from farflung.telemetry import Event, number
+from farflung.report.reading import OPTIONAL_PARTS, TIME_PARTS, RankHistory, read_rank_histories
+from farflung.report.tables import render_summary_table
+from farflung.report.trace import BACKGROUND_EVENTS, STEP_PARTS
+from farflung.report.traffic import read_traffic
+from farflung.telemetry import Event, read_number
 from farflung.types import Json
 
-__all__ = ["ReportedRun", "report_data", "report_page"]
+__all__ = ["ReportedRun", "build_report_data", "render_report_page"]
 
 Figure: TypeAlias = "dict[str, Json]"
 """Chart, bars, Gantt chart or table, as the page's script draws it."""
-Pick: TypeAlias = "Callable[[Iterable[float]], float]"
+Aggregate: TypeAlias = "Callable[[Iterable[float]], float]"
 """Function that reduces the values of all ranks to one."""
 
-RAW_AT_LEAST = 30
+MIN_SMOOTHED = 30
 """Number of losses from which a moving mean is drawn."""
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 """Maximum number of points of a line; longer lines are thinned evenly."""
-MOST_LINES = 8
+MAX_LINES = 8
 """Number of replicas above which a chart shows only the lowest, the median and the highest value."""
 GANTT_STEPS, GANTT_RANKS = 6, 8
 """Numbers of last steps and of first ranks that are drawn."""
 SHADES = {"compute_s": 0, "exposed_s": 1, "data_s": 2, "scoring_s": 3}
 """Colours of the parts of a step, equal to those in the chart of total time."""
-SAME = ("workload", "workers", "batch_size", *FAMILIES)
+COMPARED_SETTINGS = ("workload", "workers", "batch_size", *FAMILIES)
 """Settings that a measured and a simulated run must share to be compared."""
 
-FIGURES = {
+SUMMARY_FIGURES = {
     "final_accuracy": "test score",
     "final_loss": "test loss",
     "steps": "steps",
@@ -60,15 +60,15 @@ class _Chart(NamedTuple):
     title: str
     label: str
     lines: Mapping[str, tuple[str, int | None]]
-    pick: Pick | None = max
-    scores: bool = False
+    aggregate: Aggregate | None = max
+    uses_evaluations: bool = False
 
 
-LEARNED, BUFFERS, SAMPLING = "What was learned", "Buffers", "Sampling by importance"
+LEARNING, BUFFERS, SAMPLING = "What was learned", "Buffers", "Sampling by importance"
 CHARTS = (
-    _Chart(LEARNED, "Test score", "accuracy, or another score", {"": ("accuracy", None)}, scores=True),
-    _Chart(LEARNED, "Test loss", "loss", {"": ("loss", None)}, scores=True),
-    _Chart(LEARNED, "Training loss", "mean over all replicas", {"": ("mean_loss", None)}),
+    _Chart(LEARNING, "Test score", "accuracy, or another score", {"": ("accuracy", None)}, uses_evaluations=True),
+    _Chart(LEARNING, "Test loss", "loss", {"": ("loss", None)}, uses_evaluations=True),
+    _Chart(LEARNING, "Training loss", "mean over all replicas", {"": ("mean_loss", None)}),
     _Chart("Steps", "Duration of each step, on the rank where it was longest", "seconds", {"": ("duration_s", None)}),
     _Chart("Staleness", "Exchanges in flight at the end of each step", "exchanges", {"": ("in_flight", None)}),
     _Chart(BUFFERS, "Samples held", "samples", {"": ("held", None)}, None),
@@ -83,7 +83,7 @@ CHARTS = (
     _Chart(SAMPLING, "Groups of scores", "steps",
            {"groups": ("groups", None), "age of the scores before": ("score_age", None)}, fmean),
 )  # fmt: skip
-NEEDED = {"Staleness": "in_flight", BUFFERS: "held", SAMPLING: "scored"}
+REQUIRED_FIELDS = {"Staleness": "in_flight", BUFFERS: "held", SAMPLING: "scored"}
 """Fields of which a run needs a value other than 0 for the section to appear."""
 
 
@@ -108,21 +108,21 @@ class ReportedRun:
         summary: Mapping[str, Json] | None = None,
     ) -> None:
         self.name, self.settings, self.events = name, settings, events
-        self.simulated = "network" in settings
-        self.title = f"{name} (simulated)" if self.simulated else name
-        self.courses = rank_courses(events)
-        ranks = sorted(self.courses, key=lambda rank: (len(self.courses[rank].steps), -rank))
-        by_progress = [self.courses[rank] for rank in ranks]
-        self.main = by_progress[-1] if by_progress else RankCourse()
+        self.is_simulated = "network" in settings
+        self.title = f"{name} (simulated)" if self.is_simulated else name
+        self.histories = read_rank_histories(events)
+        ranks = sorted(self.histories, key=lambda rank: (len(self.histories[rank].steps), -rank))
+        by_progress = [self.histories[rank] for rank in ranks]
+        self.longest_history = by_progress[-1] if by_progress else RankHistory()
         self.steps: dict[int, tuple[float, Event]] = {}
         self.evaluations: dict[int, tuple[float, Event]] = {}
         for history in by_progress:  # the replica that came farthest overrides others
             self.steps.update(history.steps)
             self.evaluations.update(history.evaluations)
-        self.summary = summary if any(history.ended for history in by_progress) else None
+        self.summary = summary if any(history.has_ended for history in by_progress) else None
 
     @property
-    def state(self) -> str:
+    def status(self) -> str:
         """Progress of the run, as text."""
         if self.summary is None:
             return f"not ended: {len(self.steps):,} of {self.settings.get('steps')} steps"
@@ -137,37 +137,48 @@ class ReportedRun:
             "final_accuracy": score.get("accuracy"), "final_loss": score.get("loss"), "steps": len(self.steps),
             "bytes_sent_per_replica": step.get("bytes_sent"), "duration_s": time_s,
         }  # fmt: skip
-        result = {label: number(end, name) for name, label in FIGURES.items() if end.get(name) is not None}
-        for part in ("compute", "exposed_communication", "data_wait") if self.main.steps else ():
-            result[f"{PARTS_OF_TIME[part]} of a step (s)"] = self.main.seconds[part] / len(self.main.steps)
+        result = {
+            label: read_number(end, name)
+            for name, label in SUMMARY_FIGURES.items()
+            if end.get(name) is not None
+        }
+        for part in ("compute", "exposed_communication", "data_wait") if self.longest_history.steps else ():
+            result[f"{TIME_PARTS[part]} of a step (s)"] = self.longest_history.part_seconds[part] / len(
+                self.longest_history.steps
+            )
         return result
 
-    def lines(self, chart: _Chart) -> Iterator[tuple[str, dict[int, float]]]:
+    def build_lines(self, chart: _Chart) -> Iterator[tuple[str, dict[int, float]]]:
         """Yields the name and the values by step of each line of a chart."""
         for name, (field, index) in chart.lines.items():
-            values_by_step = self._by_step(field, index, scores=chart.scores)
-            if chart.pick is not None:
-                yield name, {step: chart.pick(values.values()) for step, values in values_by_step.items()}
-            elif len(self.courses) <= MOST_LINES:
-                for rank in self.courses:
+            values_by_step = self._collect_values(field, index, from_evaluations=chart.uses_evaluations)
+            if chart.aggregate is not None:
+                yield (
+                    name,
+                    {step: chart.aggregate(values.values()) for step, values in values_by_step.items()},
+                )
+            elif len(self.histories) <= MAX_LINES:
+                for rank in self.histories:
                     yield (
                         f"rank {rank}",
                         {step: values[rank] for step, values in values_by_step.items() if rank in values},
                     )
             else:
-                aggregates: dict[str, Pick] = {"lowest": min, "median": median, "highest": max}
+                aggregates: dict[str, Aggregate] = {"lowest": min, "median": median, "highest": max}
                 for label, aggregate in aggregates.items():
                     yield label, {step: aggregate(values.values()) for step, values in values_by_step.items()}
 
-    def _by_step(self, field: str, place: int | None, *, scores: bool) -> dict[int, dict[int, float]]:
+    def _collect_values(
+        self, field: str, index: int | None, *, from_evaluations: bool
+    ) -> dict[int, dict[int, float]]:
         values: dict[int, dict[int, float]] = {}
-        for rank, history in self.courses.items():
-            for step, (_, event) in (history.evaluations if scores else history.steps).items():
+        for rank, history in self.histories.items():
+            for step, (_, event) in (history.evaluations if from_evaluations else history.steps).items():
                 value: Any = event.get(field)
-                if value is not None and place is not None:
-                    value = value[place] if isinstance(value, list) and len(value) > place else "none"
-                checked = event if place is None else {**event, field: value}
-                if value is not None and math.isfinite(value := number(checked, field)):
+                if value is not None and index is not None:
+                    value = value[index] if isinstance(value, list) and len(value) > index else "none"
+                checked = event if index is None else {**event, field: value}
+                if value is not None and math.isfinite(value := read_number(checked, field)):
                     values.setdefault(step, {})[rank] = value
         return dict(sorted(values.items()))
 
@@ -175,24 +186,29 @@ class ReportedRun:
 # --- figures ----------------------------------------------------------------------------------------------------
 
 
-def _chart(chart: _Chart, runs: Sequence[ReportedRun]) -> Iterator[Figure]:
+def _build_chart(chart: _Chart, runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     """Builds a chart of all runs; many losses get a moving mean, with raw values for one run only."""
     lines: list[Json] = []
     for run in runs:
-        if (required := NEEDED.get(chart.section)) and not any(
+        if (required := REQUIRED_FIELDS.get(chart.section)) and not any(
             event.get(required) for _, event in run.steps.values()
         ):
             continue
-        for name, values in run.lines(chart):
+        for name, values in run.build_lines(chart):
             title = ", ".join(filter(None, [name, run.title if len(runs) > 1 or not name else ""]))
-            smoothed = chart.title == "Training loss" and len(values) >= RAW_AT_LEAST
+            smoothed = chart.title == "Training loss" and len(values) >= MIN_SMOOTHED
             if values and not (smoothed and len(runs) > 1):
-                lines.append({**_line(run, title, values, scores=chart.scores), "faint": smoothed})
+                lines.append(
+                    {
+                        **_build_line(run, title, values, from_evaluations=chart.uses_evaluations),
+                        "faint": smoothed,
+                    }
+                )
             if smoothed:
                 means = _smooth(values.values(), max(2, len(values) // 50))
-                lines.append(_line(run, f"{title}, moving mean", dict(zip(values, means, strict=True))))
+                lines.append(_build_line(run, f"{title}, moving mean", dict(zip(values, means, strict=True))))
     if lines:
-        yield _lines(chart.title, chart.label, runs, lines, zero=chart.section != LEARNED)
+        yield _build_line_chart(chart.title, chart.label, runs, lines, from_zero=chart.section != LEARNING)
 
 
 def _smooth(values: Iterable[float], half: int) -> list[float]:
@@ -206,75 +222,90 @@ def _smooth(values: Iterable[float], half: int) -> list[float]:
     return means
 
 
-def _line(
-    run: ReportedRun, name: str, values: Mapping[int, float], *, scores: bool = False
+def _build_line(
+    run: ReportedRun, name: str, values: Mapping[int, float], *, from_evaluations: bool = False
 ) -> dict[str, Json]:
-    events = run.evaluations if scores else run.steps
-    stride = math.ceil(len(values) / MOST_POINTS)
+    events = run.evaluations if from_evaluations else run.steps
+    stride = math.ceil(len(values) / MAX_POINTS)
     steps = [step for index, step in enumerate(values) if index % stride == 0 or index == len(values) - 1]
     return {
         "name": name, "step": list[Json](steps), "t": [events[step][0] for step in steps],
-        "bytes": [number(events[step][1], "bytes_sent") for step in steps], "y": [values[step] for step in steps],
+        "bytes": [read_number(events[step][1], "bytes_sent") for step in steps], "y": [values[step] for step in steps],
     }  # fmt: skip
 
 
-def _lines(title: str, label: str, runs: Sequence[ReportedRun], lines: list[Json], *, zero: bool) -> Figure:
-    clock = "simulated time (s)" if all(run.simulated for run in runs) else "time (s)"
-    return {"kind": "chart", "title": title, "label": label, "clock": clock, "lines": lines, "zero": zero}
+def _build_line_chart(
+    title: str, label: str, runs: Sequence[ReportedRun], lines: list[Json], *, from_zero: bool
+) -> Figure:
+    clock = "simulated time (s)" if all(run.is_simulated for run in runs) else "time (s)"
+    return {
+        "kind": "chart",
+        "title": title,
+        "label": label,
+        "clock": clock,
+        "lines": lines,
+        "zero": from_zero,
+    }
 
 
-def _table(title: str, columns: Iterable[str], rows: Iterable[Sequence[Json]]) -> Figure:
+def _build_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[Json]]) -> Figure:
     return {"kind": "table", "title": title, "columns": [*columns], "rows": [list(row) for row in rows]}
 
 
-def _bars(run: ReportedRun, title: str) -> Iterator[Figure]:
-    seconds = {rank: h.seconds for rank, h in run.courses.items() if any(h.seconds.values())}
+def _build_bars(run: ReportedRun, title: str) -> Iterator[Figure]:
+    seconds = {rank: h.part_seconds for rank, h in run.histories.items() if any(h.part_seconds.values())}
     parts = [
-        name for name in PARTS_OF_TIME if name not in SELDOM or any(row[name] for row in seconds.values())
+        name
+        for name in TIME_PARTS
+        if name not in OPTIONAL_PARTS or any(row[name] for row in seconds.values())
     ]
     colours = ("compute", "exposed_communication", "data_wait", "scoring", "evaluation", "other")
     if seconds:
         yield {
             "kind": "bars", "title": title, "shades": [colours.index(name) for name in parts],
-            "columns": ["rank", *(f"{PARTS_OF_TIME[name]} (s)" for name in parts)],
+            "columns": ["rank", *(f"{TIME_PARTS[name]} (s)" for name in parts)],
             "rows": [[rank, *(row[name] for name in parts)] for rank, row in seconds.items()],
         }  # fmt: skip
 
 
-def _gantt(run: ReportedRun, title: str) -> Iterator[Figure]:
-    last = max(run.main.steps, default=-1)
+def _build_gantt(run: ReportedRun, title: str) -> Iterator[Figure]:
+    last = max(run.longest_history.steps, default=-1)
     rows: list[Json] = []
-    for rank in [rank for rank, history in run.courses.items() if last in history.steps][:GANTT_RANKS]:
-        history = run.courses[rank]
+    for rank in [rank for rank, history in run.histories.items() if last in history.steps][:GANTT_RANKS]:
+        history = run.histories[rank]
         steps = [step for step in range(last + 1 - GANTT_STEPS, last + 1) if step in history.steps]
         for step in steps:
             end, event = history.steps[step]
-            begin = end - number(event, "duration_s")
-            for field, name in PARTS.items():
-                if span_s := number({"scoring_s": 0.0, **event}, field):
+            begin = end - read_number(event, "duration_s")
+            for field, name in STEP_PARTS.items():
+                if span_s := read_number({"scoring_s": 0.0, **event}, field):
                     rows.append([rank, name, step, begin, begin + span_s])
                 begin += span_s
         exchanges: dict[int, tuple[float, float]] = {}
-        for end, event in [*history.others, *history.evaluations.values()]:
-            kind, step = str(event["event"]), int(number(event, "step"))
-            if kind in BESIDE and steps[0] < step <= steps[-1] and (span_s := number(event, "duration_s")):
-                rows.append([rank, BESIDE[kind], step, end - span_s, end])
+        for end, event in [*history.other_events, *history.evaluations.values()]:
+            kind, step = str(event["event"]), int(read_number(event, "step"))
+            if (
+                kind in BACKGROUND_EVENTS
+                and steps[0] < step <= steps[-1]
+                and (span_s := read_number(event, "duration_s"))
+            ):
+                rows.append([rank, BACKGROUND_EVENTS[kind], step, end - span_s, end])
             elif kind == "exchange" and step in steps:
-                begin = end - number(event, "t") + number(event, "began_s")
+                begin = end - read_number(event, "t") + read_number(event, "began_s")
                 start, stop = exchanges.get(step, (begin, end))
                 exchanges[step] = min(start, begin), max(stop, end)
         rows += [[rank, "exchange under way", step, *exchanges[step]] for step in sorted(exchanges)]
-    shades: dict[str, Json] = {PARTS[field]: shade for field, shade in SHADES.items()}
+    shades: dict[str, Json] = {STEP_PARTS[field]: shade for field, shade in SHADES.items()}
     columns: list[Json] = ["rank", "what", "step", "begins (s)", "ends (s)"]
     if rows:
-        shades |= dict.fromkeys(BESIDE.values(), 4)
+        shades |= dict.fromkeys(BACKGROUND_EVENTS.values(), 4)
         yield {"kind": "gantt", "title": title, "shades": shades, "columns": columns, "rows": rows}
 
 
-def _members(run: ReportedRun, title: str) -> Iterator[Figure]:
+def _build_members(run: ReportedRun, title: str) -> Iterator[Figure]:
     """Builds the number of members at each step and the table of views; nothing if the members never change."""
     views: list[tuple[float, Any]] = [
-        (time_s, event) for time_s, event in run.main.others if event["event"] == "view"
+        (time_s, event) for time_s, event in run.longest_history.other_events if event["event"] == "view"
     ]
     if views:
         _, first = views[0]
@@ -283,49 +314,51 @@ def _members(run: ReportedRun, title: str) -> Iterator[Figure]:
         )
         for _, event in views:
             counts |= {step: len(event["members"]) for step in counts if step >= event["step"]}
-        line: dict[str, Json] = {**_line(run, "members", counts), "stepped": True}
-        yield _lines(title, "members", [run], [line], zero=True)
+        line: dict[str, Json] = {**_build_line(run, "members", counts), "stepped": True}
+        yield _build_line_chart(title, "members", [run], [line], from_zero=True)
         fields = ("view", "step", "members", "lost", "joined", "again")
         rows = [[*map(event.get, fields), time_s] for time_s, event in views]
-        yield _table(f"Views of {run.title}", [*fields[:-1], "steps made again", "time (s)"], rows)
+        yield _build_table(f"Views of {run.title}", [*fields[:-1], "steps made again", "time (s)"], rows)
 
 
-def _shares(run: ReportedRun, title: str) -> Iterator[Figure]:
+def _build_shares(run: ReportedRun, title: str) -> Iterator[Figure]:
     """Builds the table of the training set's partition, if each rank has a share of its own."""
     split: Any = (run.summary or {}).get("partition")
     if split and (shares := split["shares"]):
         labels = [f"label {label}" for label in range(max(len(share["labels"]) for share in shares))]
         rows = [[rank, share["samples"], *share["labels"]] for rank, share in enumerate(shares)]
-        yield _table(f"{title}, split as {split['how']}", ["rank", "samples", *labels], rows)
+        yield _build_table(f"{title}, split as {split['how']}", ["rank", "samples", *labels], rows)
 
 
-def _traffic(run: ReportedRun, title: str) -> Iterator[Figure]:
+def _build_traffic(run: ReportedRun, title: str) -> Iterator[Figure]:
     """Builds the table of payload bytes that each rank has sent, by kind."""
-    finished = {rank: events for rank, events in run.events.items() if run.courses[rank].ended}
-    if sent := sent_by_kind(finished) if finished else {}:
+    finished = {rank: events for rank, events in run.events.items() if run.histories[rank].has_ended}
+    if sent := read_traffic(finished) if finished else {}:
         rows = [[rank, *(sum(senders.get(rank, ())) for senders in sent.values())] for rank in finished]
-        yield _table(title, ["rank", *(f"{kind} (bytes)" for kind in sent)], rows)
+        yield _build_table(title, ["rank", *(f"{kind} (bytes)" for kind in sent)], rows)
 
 
-def _results(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
+def _build_results(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     """Builds the summary of one run, or a comparison of several."""
     if len(runs) == 1 and (summary := runs[0].summary):
-        keys, values = summary_table(summary, simulated=runs[0].simulated).columns
-        yield _table("", ["what", "how much"], zip(map(str, keys.cells), map(str, values.cells), strict=True))
+        keys, values = render_summary_table(summary, is_simulated=runs[0].is_simulated).columns
+        yield _build_table(
+            "", ["what", "how much"], zip(map(str, keys.cells), map(str, values.cells), strict=True)
+        )
         return
     names = dict.fromkeys(name for run in runs for name in run.figures)
-    yield _table(
-        "", ["run", *names, "state"], ([run.title, *map(run.figures.get, names), run.state] for run in runs)
+    yield _build_table(
+        "", ["run", *names, "state"], ([run.title, *map(run.figures.get, names), run.status] for run in runs)
     )
 
 
-def _beside(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
+def _compare_to_simulated(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     """Compares measured runs with simulated runs of the same training."""
-    pairs = [(real, model) for real in runs for model in runs if model.simulated and not real.simulated]
+    pairs = [(real, model) for real in runs for model in runs if model.is_simulated and not real.is_simulated]
     for real, model in pairs:
-        if all(real.settings.get(name) == model.settings.get(name) for name in SAME):
+        if all(real.settings.get(name) == model.settings.get(name) for name in COMPARED_SETTINGS):
             expected, modelled = real.figures, model.figures
-            yield _table(
+            yield _build_table(
                 f"{real.name} and {model.name}",
                 ["what", "measured", "simulated", "simulated / measured"],
                 [[name, expected[name], modelled[name], modelled[name] / expected[name] if expected[name] else None]
@@ -333,30 +366,30 @@ def _beside(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
             )  # fmt: skip
 
 
-def _settings(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
+def _build_settings(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     names = dict.fromkeys(name for run in runs for name in run.settings)
     rows = [[name, *(run.settings.get(name) for run in runs)] for name in names]
     rows.sort(key=lambda row: all(value == row[1] for value in row[1:]))
-    yield _table(
+    yield _build_table(
         "Those that differ come first" if len(runs) > 1 else "",
         ["setting", *(run.name for run in runs)],
         rows,
     )
 
 
-def _machines(run: ReportedRun, title: str) -> Iterator[Figure]:
+def _build_machines(run: ReportedRun, title: str) -> Iterator[Figure]:
     """Builds the tables of machines, or of what a simulated run was modelled on."""
     hellos = [events[0] for events in run.events.values() if events and events[0]["event"] == "hello"]
     if names := dict.fromkeys(name for event in hellos for name in event if name != "event"):
-        yield _table(title, names, [[event.get(name) for name in names] for event in hellos])
+        yield _build_table(title, names, [[event.get(name) for name in names] for event in hellos])
     if run.summary and isinstance(model := run.summary.get("simulated"), dict):
-        yield _table(title, ["modelled", "as"], model.items())
+        yield _build_table(title, ["modelled", "as"], model.items())
 
 
 # --- the page ---------------------------------------------------------------------------------------------------
 
 
-def report_data(runs: Sequence[ReportedRun], *, live: bool = False) -> dict[str, Json]:
+def build_report_data(runs: Sequence[ReportedRun], *, is_live: bool = False) -> dict[str, Json]:
     """Builds the data of a page: its sections of charts, bars and tables, without empty ones.
 
     Args:
@@ -364,7 +397,7 @@ def report_data(runs: Sequence[ReportedRun], *, live: bool = False) -> dict[str,
       is_live: Whether the page polls its server for newer figures.
 
     Raises:
-      DataError: An event or the summary is damaged. Other errors of :func:`farflung.files.reading` may occur.
+      DataError: An event or the summary is damaged. Other errors of :func:`farflung.files.wrap_read_errors` may occur.
       MissingExtra: rich is not installed.
     """
     several = len(runs) > 1
@@ -373,27 +406,27 @@ def report_data(runs: Sequence[ReportedRun], *, live: bool = False) -> dict[str,
         return [fig for run in runs for fig in build(run, f"{title}, {run.title}" if several else title)]
 
     sections: dict[str, list[Figure]] = {
-        "Results": [*_results(runs)],
-        LEARNED: [],
-        "Measured beside simulated": [*_beside(runs)],
-        "Where the time went": build_all(_bars, "Seconds of each rank"),
-        "Steps": build_all(_gantt, "The last steps, by the clock of each rank"),
-        "Members": build_all(_members, "Members at each step"),
-        "Shares of the training set": build_all(_shares, "Samples of each rank"),
-        "Traffic": build_all(_traffic, "Payload bytes that each rank has sent"),
+        "Results": [*_build_results(runs)],
+        LEARNING: [],
+        "Measured beside simulated": [*_compare_to_simulated(runs)],
+        "Where the time went": build_all(_build_bars, "Seconds of each rank"),
+        "Steps": build_all(_build_gantt, "The last steps, by the clock of each rank"),
+        "Members": build_all(_build_members, "Members at each step"),
+        "Shares of the training set": build_all(_build_shares, "Samples of each rank"),
+        "Traffic": build_all(_build_traffic, "Payload bytes that each rank has sent"),
     }
     for chart in CHARTS:
-        sections.setdefault(chart.section, []).extend(_chart(chart, runs))
-    sections |= {"Settings": [*_settings(runs)], "Machine": build_all(_machines, "Where it ran")}
+        sections.setdefault(chart.section, []).extend(_build_chart(chart, runs))
+    sections |= {"Settings": [*_build_settings(runs)], "Machine": build_all(_build_machines, "Where it ran")}
     heading = f"{runs[0].name}: {runs[0].settings.get('workload')}, {runs[0].settings.get('recipe')}"
-    simulated = ", ".join(run.name for run in runs if run.simulated)
+    simulated = ", ".join(run.name for run in runs if run.is_simulated)
     content = {
         "title": f"{len(runs)} runs" if several else heading,
-        "state": "; ".join(f"{run.name} {run.state}" if several else run.state for run in runs),
+        "state": "; ".join(f"{run.name} {run.status}" if several else run.status for run in runs),
         "simulated": f"Simulated: times of {simulated} are modelled; what was learned is real."
         if simulated
         else "",
-        "live": live,
+        "live": is_live,
         "sections": [{"title": title, "figures": figures} for title, figures in sections.items() if figures],
     }
     # JSON in browsers has only finite numbers.
@@ -401,7 +434,7 @@ def report_data(runs: Sequence[ReportedRun], *, live: bool = False) -> dict[str,
     return data
 
 
-def report_page(data: Mapping[str, Json]) -> str:
+def render_report_page(data: Mapping[str, Json]) -> str:
     """Renders one HTML file with its style, its script and uPlot, which loads nothing from elsewhere.
 
     Args:

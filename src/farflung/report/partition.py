@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from farflung.data import Share
-from farflung.report.tables import new_table
+from farflung.report.tables import create_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["partition_table"]
+__all__ = ["render_partition_table"]
 
-MOST_ROWS = 20
+MAX_ROWS = 20
 """Number of replicas above which the table shows the first few and counts the others."""
-MOST_COLUMNS = 12
+MAX_COLUMNS = 12
 """Number of labels above which the table names the most common ones of each replica."""
 
 
-def partition_table(shares: Sequence[Share], how: str) -> Table:
+def render_partition_table(shares: Sequence[Share], split_text: str) -> Table:
     """Renders size and labels of each replica's share as a table.
 
     Args:
@@ -31,10 +31,10 @@ def partition_table(shares: Sequence[Share], how: str) -> Table:
     """
     total = sum(share.size for share in shares)
     labels = len(shares[0].histogram)
-    few = 0 < labels <= MOST_COLUMNS
+    few = 0 < labels <= MAX_COLUMNS
     suffix = ", of each label" if few else ""
-    title = f"{how}: {total:,} training samples on {len(shares):,} replicas{suffix}"
-    table = new_table(title, box=None, padding=(0, 1, 0, 0), min_width=len(title))
+    title = f"{split_text}: {total:,} training samples on {len(shares):,} replicas{suffix}"
+    table = create_table(title, box=None, padding=(0, 1, 0, 0), min_width=len(title))
     table.add_column("replica", justify="right")
     table.add_column("samples", justify="right")
     if few:
@@ -43,9 +43,11 @@ def partition_table(shares: Sequence[Share], how: str) -> Table:
     elif labels:
         table.add_column("labels", justify="right")
         table.add_column("most of")
-    shown = shares if len(shares) <= MOST_ROWS else shares[: MOST_ROWS - 1]
+    shown = shares if len(shares) <= MAX_ROWS else shares[: MAX_ROWS - 1]
     for rank, share in enumerate(shown):
-        words = [f"{count:,}" if count else "·" for count in share.histogram] if few else _commonest(share)
+        words = (
+            [f"{count:,}" if count else "·" for count in share.histogram] if few else _format_labels(share)
+        )
         table.add_row(str(rank), f"{share.size:,}", *words)
     if len(shown) < len(shares):
         sizes = [share.size for share in shares[len(shown) :]]
@@ -53,7 +55,7 @@ def partition_table(shares: Sequence[Share], how: str) -> Table:
     return table
 
 
-def _commonest(share: Share) -> list[str]:
+def _format_labels(share: Share) -> list[str]:
     """Formats the number of labels, and the three most common with their fraction of the share."""
     counts = sorted(((count, label) for label, count in enumerate(share.histogram) if count), reverse=True)
     if not share.histogram:

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farflung.extras import need
-from farflung.files import write_whole, writing
+from farflung.extras import require_modules
+from farflung.files import wrap_write_errors, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = ["name_rows", "percent", "picture", "say", "ticks", "time_label"]
+__all__ = ["create_picture", "draw_text", "format_time_label", "label_rows", "set_percent_ticks", "set_ticks"]
 
 # Okabe and Ito's palette: told apart with every common colour blindness, and by lightness in print.
 BLUE, VERMILLION, YELLOW, GREY, INK = "#0072B2", "#D55E00", "#F0E442", "#A6A6A6", "#222222"
@@ -45,12 +45,12 @@ STYLE: dict[str, object] = {
     "ytick.color": "#555555",
 }
 DPI = 120
-ROUND = [1, 2, 2.5, 5, 10]  # allowed distances of ticks
+TICK_STEPS = [1, 2, 2.5, 5, 10]  # allowed distances of ticks
 
 
 @contextmanager
-def picture(
-    path: Path, size: tuple[float, float], title: str = "", *, simulated: bool = False
+def create_picture(
+    path: Path, size: tuple[float, float], title: str = "", *, is_simulated: bool = False
 ) -> Iterator[Figure]:
     """Yields an empty figure in the common style, and writes it as a PNG if drawing raises no error.
 
@@ -64,7 +64,7 @@ def picture(
       MissingExtra: matplotlib is not installed.
       StorageError: The file cannot be written.
     """
-    need("a picture", "matplotlib", extra="report")
+    require_modules("a picture", "matplotlib", extra="report")
     import matplotlib.style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -76,7 +76,7 @@ def picture(
         if title:
             heading = textwrap.fill(title, 90, max_lines=2, placeholder=" …")
             figure.suptitle(heading, x=0.012, ha="left", fontsize=14, fontweight="bold", parse_math=False)
-        if simulated:
+        if is_simulated:
             mark = figure.text(
                 1, 1, "SIMULATED: times are modelled", ha="right", va="top", fontsize=10, fontweight="bold",
                 color="white", bbox={"boxstyle": "round,pad=0.4", "facecolor": PURPLE, "edgecolor": "none"},
@@ -84,30 +84,32 @@ def picture(
             )  # fmt: skip
             mark.set_in_layout(False)  # the panels keep their width
         yield figure
-        with writing(path):
+        with wrap_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Title": title, "Description": "simulated run" if simulated else "run"}
-        write_whole(path, lambda partial: figure.savefig(partial, format="png", dpi=DPI, metadata=metadata))
+        metadata = {"Title": title, "Description": "simulated run" if is_simulated else "run"}
+        write_atomically(
+            path, lambda partial: figure.savefig(partial, format="png", dpi=DPI, metadata=metadata)
+        )
 
 
-def ticks(axis: Axis, most: int = 6, *, whole: bool = False) -> None:
+def set_ticks(axis: Axis, max_ticks: int = 6, *, integer: bool = False) -> None:
     """Sets ticks at round numbers, integers if requested, with commas between thousands."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(most, steps=ROUND, integer=whole))
+    axis.set_major_locator(MaxNLocator(max_ticks, steps=TICK_STEPS, integer=integer))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
 
 
-def percent(axis: Axis) -> None:
+def set_percent_ticks(axis: Axis) -> None:
     """Formats ticks from 0 to 1 as percent."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
 
 
-def name_rows(axes: Axes, names: Sequence[str], most: int) -> None:
+def label_rows(axes: Axes, names: Sequence[str], max_labels: int) -> None:
     """Labels the vertical axis with ranks, the first on top; skips labels above ``max_labels``."""
-    stride = math.ceil(len(names) / most)
+    stride = math.ceil(len(names) / max_labels)
     axes.set_yticks(range(0, len(names), stride), names[::stride])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_ylabel("rank")
@@ -115,11 +117,11 @@ def name_rows(axes: Axes, names: Sequence[str], most: int) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def say(axes: Axes, words: str) -> None:
+def draw_text(axes: Axes, text: str) -> None:
     """Draws a text in the middle of an empty panel."""
-    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color="#777777")
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="#777777")
 
 
-def time_label(*, simulated: bool) -> str:
+def format_time_label(*, is_simulated: bool) -> str:
     """Returns the label of a time axis."""
-    return "simulated time (s)" if simulated else "time (s)"
+    return "simulated time (s)" if is_simulated else "time (s)"

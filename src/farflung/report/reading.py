@@ -6,20 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from farflung.errors import DataError
-from farflung.telemetry import Event, number
+from farflung.telemetry import Event, read_number
 from farflung.types import Json
 
 __all__ = [
-    "PARTS_OF_TIME",
-    "SELDOM",
-    "RankCourse",
-    "rank_course",
-    "rank_courses",
-    "sessions",
-    "time_split",
+    "OPTIONAL_PARTS",
+    "TIME_PARTS",
+    "RankHistory",
+    "read_rank_histories",
+    "read_rank_history",
+    "read_time_split",
+    "split_sessions",
 ]
 
-PARTS_OF_TIME = {
+TIME_PARTS = {
     "compute": "compute",
     "exposed_communication": "exposed communication",
     "data_wait": "data wait",
@@ -28,19 +28,19 @@ PARTS_OF_TIME = {
     "other": "other",
 }
 """Parts of a replica's time, and their labels in tables and pictures."""
-SELDOM: Mapping[str, Json] = {"scoring": 0.0}
+OPTIONAL_PARTS: Mapping[str, Json] = {"scoring": 0.0}
 """Parts that tables omit if they are 0, with that default."""
-_FIELDS = {
+_STEP_FIELDS = {
     "compute": "compute_s",
     "exposed_communication": "exposed_s",
     "data_wait": "data_s",
     "scoring": "scoring_s",
 }
 """Fields of a step event that hold the parts of its time."""
-TOLD = {"begin", "step", "evaluation", "checkpoint", "exchange", "view", "end"}
+HISTORY_EVENTS = {"begin", "step", "evaluation", "checkpoint", "exchange", "view", "end"}
 
 
-def time_split(values: Mapping[str, Json], of: str) -> dict[str, float]:
+def read_time_split(values: Mapping[str, Json], source: str) -> dict[str, float]:
     """Reads the seconds of each part of a replica's time.
 
     Raises:
@@ -48,11 +48,11 @@ def time_split(values: Mapping[str, Json], of: str) -> dict[str, float]:
     """
     split = values.get("time_s")
     if not isinstance(split, dict):
-        raise DataError(f"{of} has no time_s: it is damaged or of another kind")
-    return {name: number({**SELDOM, **split}, name, of) for name in PARTS_OF_TIME}
+        raise DataError(f"{source} has no time_s: it is damaged or of another kind")
+    return {name: read_number({**OPTIONAL_PARTS, **split}, name, source) for name in TIME_PARTS}
 
 
-def sessions(events: Iterable[Event], of: str) -> Iterator[list[tuple[float, Event]]]:
+def split_sessions(events: Iterable[Event], source: str) -> Iterator[list[tuple[float, Event]]]:
     """Yields the events of each session of a run, with seconds since the first ``begin``.
 
     A session lasts from one ``begin`` to the next. After a resume, time continues where it stopped.
@@ -63,9 +63,9 @@ def sessions(events: Iterable[Event], of: str) -> Iterator[list[tuple[float, Eve
     session: list[tuple[float, Event]] = []
     elapsed_s = begin_s = 0.0
     for event in events:
-        if event.get("event") not in TOLD:
+        if event.get("event") not in HISTORY_EVENTS:
             continue
-        time_s = number(event, "t", of)
+        time_s = read_number(event, "t", source)
         if event["event"] == "begin":
             yield session
             elapsed_s, begin_s = session[-1][0] if session else 0.0, time_s
@@ -75,7 +75,7 @@ def sessions(events: Iterable[Event], of: str) -> Iterator[list[tuple[float, Eve
 
 
 @dataclass(slots=True)
-class RankCourse:
+class RankHistory:
     """Events of one replica, each with seconds since it began; repeated steps count once.
 
     Args:
@@ -89,9 +89,9 @@ class RankCourse:
 
     steps: dict[int, tuple[float, Event]] = field(default_factory=dict)
     evaluations: dict[int, tuple[float, Event]] = field(default_factory=dict)
-    others: list[tuple[float, Event]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS_OF_TIME, 0.0))
-    ended: bool = False
+    other_events: list[tuple[float, Event]] = field(default_factory=list)
+    part_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIME_PARTS, 0.0))
+    has_ended: bool = False
     joined_s: float = 0.0
 
     def delay(self, seconds: float) -> None:
@@ -99,10 +99,10 @@ class RankCourse:
         self.joined_s += seconds
         self.steps = {step: (t + seconds, event) for step, (t, event) in self.steps.items()}
         self.evaluations = {step: (t + seconds, event) for step, (t, event) in self.evaluations.items()}
-        self.others = [(t + seconds, event) for t, event in self.others]
+        self.other_events = [(t + seconds, event) for t, event in self.other_events]
 
 
-def rank_courses(events_by_rank: Mapping[int, Iterable[Event]]) -> dict[int, RankCourse]:
+def read_rank_histories(events_by_rank: Mapping[int, Iterable[Event]]) -> dict[int, RankHistory]:
     """Reads the events of all replicas on one clock, that of the replicas that began first.
 
     The first step shared with them sets a joiner's clock; without one, the end of the step before does.
@@ -110,7 +110,7 @@ def rank_courses(events_by_rank: Mapping[int, Iterable[Event]]) -> dict[int, Ran
     Raises:
       DataError: An event lacks a number.
     """
-    histories = {rank: rank_course(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
+    histories = {rank: read_rank_history(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
     ends: dict[int, float] = {}
     for history in sorted((h for h in histories.values() if h.steps), key=lambda h: min(h.steps)):
         first = min(history.steps)
@@ -124,39 +124,39 @@ def rank_courses(events_by_rank: Mapping[int, Iterable[Event]]) -> dict[int, Ran
     return histories
 
 
-def rank_course(rank: int, events: Iterable[Event]) -> RankCourse:
+def read_rank_history(rank: int, events: Iterable[Event]) -> RankHistory:
     """Reads the events of one replica, in the order they were emitted.
 
     Raises:
       DataError: An event lacks a number.
     """
-    history, source = RankCourse(), f"rank {rank}"
-    for session in sessions(events, source):
-        split = dict.fromkeys(PARTS_OF_TIME, 0.0)
+    history, source = RankHistory(), f"rank {rank}"
+    for session in split_sessions(events, source):
+        split = dict.fromkeys(TIME_PARTS, 0.0)
         lacks_end = True
         for time_s, event in session:
             kind = event["event"]
             if kind == "begin":
-                step = int(number(event, "step", source))
+                step = int(read_number(event, "step", source))
                 history.steps = {n: item for n, item in history.steps.items() if n < step}
                 history.evaluations = {n: item for n, item in history.evaluations.items() if n <= step}
-                history.others, history.ended = [], False
+                history.other_events, history.has_ended = [], False
             elif kind == "step":
-                history.steps[int(number(event, "step", source))] = time_s, event
-                for part, name in _FIELDS.items():
-                    split[part] += number({"scoring_s": 0.0, **event}, name, source)
+                history.steps[int(read_number(event, "step", source))] = time_s, event
+                for part, name in _STEP_FIELDS.items():
+                    split[part] += read_number({"scoring_s": 0.0, **event}, name, source)
             elif kind == "end":
                 leg = event.get("last_leg")
-                split = time_split(leg if isinstance(leg, dict) else event, f"{source}: its end")
-                lacks_end, history.ended = False, True
+                split = read_time_split(leg if isinstance(leg, dict) else event, f"{source}: its end")
+                lacks_end, history.has_ended = False, True
             elif kind == "evaluation":
-                history.evaluations[int(number(event, "step", source))] = time_s, event
+                history.evaluations[int(read_number(event, "step", source))] = time_s, event
             else:
-                history.others.append((time_s, event))
+                history.other_events.append((time_s, event))
             if kind in ("evaluation", "checkpoint"):
-                split["evaluation"] += number(event, "duration_s", source)
+                split["evaluation"] += read_number(event, "duration_s", source)
         if lacks_end and session:
             split["other"] = max(0.0, session[-1][0] - session[0][0] - sum(split.values()))
         for name, value in split.items():
-            history.seconds[name] += value
+            history.part_seconds[name] += value
     return history

@@ -10,16 +10,23 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from farflung.errors import DataError
-from farflung.extras import need
-from farflung.report.reading import PARTS_OF_TIME, SELDOM, time_split
-from farflung.telemetry import number
+from farflung.extras import require_modules
+from farflung.report.reading import OPTIONAL_PARTS, TIME_PARTS, read_time_split
+from farflung.telemetry import read_number
 from farflung.types import Json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "PLAIN_WIDTH", "as_lines", "as_text", "duration_words", "new_table", "score_words", "summary_table", "text_width",
+    "PLAIN_WIDTH",
+    "as_lines",
+    "as_text",
+    "create_table",
+    "format_duration",
+    "format_score",
+    "get_output_width",
+    "render_summary_table",
 ]  # fmt: skip
 
 PLAIN_WIDTH = 200
@@ -28,20 +35,20 @@ _LONGEST_S = 1e13
 """Upper bound of durations that can be formatted in days and hours."""
 
 
-def new_table(title: str, **look: Any) -> Table:
+def create_table(title: str, **options: Any) -> Table:
     """Creates an empty table.
 
     Raises:
       MissingExtra: rich is not installed.
     """
-    need("a table", "rich", extra="report")
+    require_modules("a table", "rich", extra="report")
     from rich.table import Table
     from rich.text import Text
 
-    return Table(title=Text(title) if title else None, title_justify="left", **look)
+    return Table(title=Text(title) if title else None, title_justify="left", **options)
 
 
-def text_width() -> int:
+def get_output_width() -> int:
     """Returns the terminal's width in characters, or :data:`PLAIN_WIDTH` if stdout is not a terminal."""
     return shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
 
@@ -72,7 +79,7 @@ def as_lines(values: Mapping[str, Json]) -> str:
     return "\n".join(lines)
 
 
-def score_words(score: float) -> tuple[str, str]:
+def format_score(score: float) -> tuple[str, str]:
     """Returns a metric's name and value: an accuracy in percent if it lies between 0 and 1, else a score.
 
     >>> format_score(0.8731), format_score(-2.5)
@@ -81,7 +88,9 @@ def score_words(score: float) -> tuple[str, str]:
     return ("accuracy", f"{100 * score:.1f} %") if 0 <= score <= 1 else ("score", f"{score:.4g}")
 
 
-def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bool = False) -> Table:
+def render_summary_table(
+    summary: Mapping[str, Json], *, title: str = "", is_simulated: bool = False
+) -> Table:
     """Renders the final summary of a run as a table of names and values.
 
     Args:
@@ -93,20 +102,20 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
       DataError: A figure is missing; names it.
       MissingExtra: rich is not installed.
     """
-    table = new_table(title, show_header=False)
+    table = create_table(title, show_header=False)
     from rich.filesize import decimal
 
     def get_figure(name: str, values: Mapping[str, Json] = summary) -> float:
-        return number(values, name, "the summary of the run")
+        return read_number(values, name, "the summary of the run")
 
-    clock = ", simulated" if simulated else ""
+    clock = ", simulated" if is_simulated else ""
     steps = f"{get_figure('steps'):,.0f}"
     table.add_column("what", no_wrap=True)
     table.add_column("how much", justify="right", overflow="fold")
     if summary.get("stopped") and summary.get("final_accuracy") is None:
         table.add_row("test accuracy", "stopped before any")
     else:
-        name, score = score_words(get_figure("final_accuracy"))
+        name, score = format_score(get_figure("final_accuracy"))
         table.add_row(f"test {name}", score, style="bold")
         table.add_row("test loss", f"{get_figure('final_loss'):.4g}")
     table.add_row("steps", f"{steps}, stopped early" if summary.get("stopped") else steps)
@@ -114,7 +123,7 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
     if leg is not None:
         if not isinstance(leg, dict):
             raise DataError("the summary of the run has a damaged last_leg")
-        offset = duration_words(get_figure("duration_s", leg))
+        offset = format_duration(get_figure("duration_s", leg))
         table.add_row("resumed", f"at step {get_figure('from_step', leg):,.0f}, {offset} of the duration")
     table.add_row("samples", f"{get_figure('samples'):,.0f}")
     table.add_row("sent per replica", decimal(int(get_figure("bytes_sent_per_replica"))))
@@ -123,44 +132,44 @@ def summary_table(summary: Mapping[str, Json], *, title: str = "", simulated: bo
     if nbytes := get_figure("schedule_bytes_per_replica"):
         table.add_row("held by the schedule", decimal(int(nbytes)))
     if isinstance(sampling := summary.get("sampling"), dict):
-        table.add_row("drawn by scores", _sampling_words(sampling))
-    table.add_row(f"duration{clock}", duration_words(get_figure("duration_s")), end_section=True)
-    seconds = time_split(summary, "the summary of the run")
+        table.add_row("drawn by scores", _format_sampling(sampling))
+    table.add_row(f"duration{clock}", format_duration(get_figure("duration_s")), end_section=True)
+    seconds = read_time_split(summary, "the summary of the run")
     total = sum(seconds.values())
-    for name, label in PARTS_OF_TIME.items():
-        if seconds[name] or name not in SELDOM:
+    for name, label in TIME_PARTS.items():
+        if seconds[name] or name not in OPTIONAL_PARTS:
             share = f"{100 * seconds[name] / total:5.1f} %" if total > 0 else ""
-            table.add_row(f"  {label}{clock}", f"{duration_words(seconds[name])}  {share}")
+            table.add_row(f"  {label}{clock}", f"{format_duration(seconds[name])}  {share}")
     if isinstance(slow := summary.get("slowest"), dict):
         replica = f"replica {slow['rank']}, " if "rank" in slow else ""
-        fraction = number(slow, "share", "the slowest replica of the summary")
+        fraction = read_number(slow, "share", "the slowest replica of the summary")
         table.add_row(f"slowest{clock}", f"{replica}{slow.get('reason')}: {100 * fraction:.0f} % of a step")
     if "coding_s" in summary:
         coding = get_figure("coding_s")
-        per_step = duration_words(coding / max(1.0, get_figure("steps")))
-        table.add_row(f"coding and messages{clock}", f"{duration_words(coding)}, {per_step} a step")
+        per_step = format_duration(coding / max(1.0, get_figure("steps")))
+        table.add_row(f"coding and messages{clock}", f"{format_duration(coding)}, {per_step} a step")
     unknown = summary.get("coding_not_charged")
     if isinstance(unknown, list):
         table.add_row("coding not charged", ", ".join(str(method) or "plain sums" for method in unknown))
     return table
 
 
-def _sampling_words(sampling: Mapping[str, Json]) -> str:
+def _format_sampling(sampling: Mapping[str, Json]) -> str:
     """Formats the number of steps drawn by scores, and their predicted gain or why it is undefined."""
     source = "the sampling of the run's summary"
     counts = sampling.get("steps")
     if not isinstance(counts, dict):
         raise DataError(f"{source}: no steps by rule")
-    steps = {name: number(counts, name, source) for name in counts}
+    steps = {name: read_number(counts, name, source) for name in counts}
     drawn = f"{sum(steps.values()) - steps.get('uniform', 0):,.0f} steps"
     if reason := sampling.get("undefined"):
         return f"{drawn}; no gain known: {reason}"
     if sampling.get("gain") is None:
         return drawn
-    return f"{drawn}, gain {number(sampling, 'gain', source):.2f} predicted"
+    return f"{drawn}, gain {read_number(sampling, 'gain', source):.2f} predicted"
 
 
-def duration_words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Formats a duration in seconds up to 100 s, else in hours, minutes and seconds."""
     is_long = 99.95 <= seconds < _LONGEST_S
     return str(timedelta(seconds=round(seconds))) if is_long else f"{seconds:.3g} s"

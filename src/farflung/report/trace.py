@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from farflung.report.reading import rank_courses
-from farflung.telemetry import Event, number
+from farflung.report.reading import read_rank_histories
+from farflung.telemetry import Event, read_number
 from farflung.types import Json
 
-__all__ = ["chrome_trace"]
+__all__ = ["build_chrome_trace"]
 
-PARTS = {
+STEP_PARTS = {
     "data_s": "wait for data",
     "compute_s": "compute",
     "scoring_s": "score samples",
     "exposed_s": "wait for exchange",
 }
 """Parts of a step in their order; a trace draws them one after the other."""
-COUNTED = {"mean_loss": "loss", "bytes_sent": "bytes sent", "in_flight": "exchanges under way"}
+COUNTER_FIELDS = {"mean_loss": "loss", "bytes_sent": "bytes sent", "in_flight": "exchanges under way"}
 """Step fields that are drawn as counters."""
-BESIDE = {"evaluation": "evaluation", "checkpoint": "checkpoint"}
+BACKGROUND_EVENTS = {"evaluation": "evaluation", "checkpoint": "checkpoint"}
 """Events that may overlap steps, drawn on a track of their own."""
 
 
-def chrome_trace(events_by_rank: Mapping[int, Sequence[Event]], *, title: str) -> dict[str, Json]:
+def build_chrome_trace(events_by_rank: Mapping[int, Sequence[Event]], *, title: str) -> dict[str, Json]:
     """Builds a trace of a run: a process for each rank, with its steps, background events and exchanges.
 
     A rank's clock starts at 0 when it begins. All ranks begin once they have met, so clocks differ by at most a
@@ -39,13 +39,13 @@ def chrome_trace(events_by_rank: Mapping[int, Sequence[Event]], *, title: str) -
     """
     trace_events: list[Json] = [
         trace_event
-        for rank, history in rank_courses(events_by_rank).items()
-        for trace_event in _of_rank(rank, events_by_rank[rank], history.joined_s)
+        for rank, history in read_rank_histories(events_by_rank).items()
+        for trace_event in _trace_rank(rank, events_by_rank[rank], history.joined_s)
     ]
     return {"traceEvents": trace_events, "displayTimeUnit": "ms", "otherData": {"run": title}}
 
 
-def _of_rank(rank: int, events: Iterable[Event], joined_s: float) -> Iterator[dict[str, Json]]:
+def _trace_rank(rank: int, events: Iterable[Event], joined_s: float) -> Iterator[dict[str, Json]]:
     source = f"rank {rank}"
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": source}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
@@ -57,48 +57,55 @@ def _of_rank(rank: int, events: Iterable[Event], joined_s: float) -> Iterator[di
         if "t" not in event:
             continue
         if kind == "begin":
-            offset_s = number(event, "t", source) - time_s
-        time_s = number(event, "t", source) - offset_s
+            offset_s = read_number(event, "t", source) - time_s
+        time_s = read_number(event, "t", source) - offset_s
         if kind == "step":
-            yield from _step(rank, event, time_s, source)
-        elif kind in BESIDE:
-            duration_s = number(event, "duration_s", source)
-            yield _slice(rank, 1, BESIDE[kind], time_s - duration_s, duration_s, {"step": event["step"]})
+            yield from _trace_step(rank, event, time_s, source)
+        elif kind in BACKGROUND_EVENTS:
+            duration_s = read_number(event, "duration_s", source)
+            yield _build_slice(
+                rank, 1, BACKGROUND_EVENTS[kind], time_s - duration_s, duration_s, {"step": event["step"]}
+            )
         elif kind == "exchange":
             track: dict[str, Json] = {"cat": "exchange", "name": "exchange", "pid": rank, "tid": 0}
             track["id"] = f"{rank} {event['step']} {event['bucket']}"
             args = {name: event[name] for name in ("step", "due_step", "bucket", "bytes_sent")}
-            yield {**track, "ph": "b", "ts": _us(number(event, "began_s", source) - offset_s), "args": args}
-            yield {**track, "ph": "e", "ts": _us(time_s)}
+            yield {
+                **track,
+                "ph": "b",
+                "ts": _to_us(read_number(event, "began_s", source) - offset_s),
+                "args": args,
+            }
+            yield {**track, "ph": "e", "ts": _to_us(time_s)}
         elif kind == "view":
             members = f"view {event['view']}: members {event['members']}"
-            yield {"ph": "i", "s": "g", "name": members, "pid": rank, "tid": 0, "ts": _us(time_s)}
+            yield {"ph": "i", "s": "g", "name": members, "pid": rank, "tid": 0, "ts": _to_us(time_s)}
 
 
-def _step(rank: int, event: Event, end: float, of: str) -> Iterator[dict[str, Json]]:
-    duration_s = number(event, "duration_s", of)
+def _trace_step(rank: int, event: Event, end: float, source: str) -> Iterator[dict[str, Json]]:
+    duration_s = read_number(event, "duration_s", source)
     begin = end - duration_s
     args: dict[str, Json] = {
         name: event[name] for name in ("loss", "samples", "learning_rate") if name in event
     }
-    yield _slice(rank, 0, f"step {event['step']}", begin, duration_s, args)
-    for field, name in PARTS.items():
-        part = number({"scoring_s": 0.0, **event}, field, of)
+    yield _build_slice(rank, 0, f"step {event['step']}", begin, duration_s, args)
+    for field, name in STEP_PARTS.items():
+        part = read_number({"scoring_s": 0.0, **event}, field, source)
         if part:
-            yield _slice(rank, 0, name, begin, part, {})
+            yield _build_slice(rank, 0, name, begin, part, {})
         begin += part
-    for field, name in COUNTED.items():
+    for field, name in COUNTER_FIELDS.items():
         if event.get(field) is not None:
             counters: dict[str, Json] = {name: event[field]}
-            yield {"ph": "C", "name": name, "pid": rank, "ts": _us(end), "args": counters}
+            yield {"ph": "C", "name": name, "pid": rank, "ts": _to_us(end), "args": counters}
 
 
-def _slice(
-    rank: int, track: int, name: str, begin: float, took: float, args: dict[str, Json]
+def _build_slice(
+    rank: int, track: int, name: str, begin: float, duration_s: float, args: dict[str, Json]
 ) -> dict[str, Json]:
-    position: dict[str, Json] = {"pid": rank, "tid": track, "ts": _us(begin), "dur": _us(took)}
+    position: dict[str, Json] = {"pid": rank, "tid": track, "ts": _to_us(begin), "dur": _to_us(duration_s)}
     return {"ph": "X", "name": name, **position, "args": args}
 
 
-def _us(seconds: float) -> float:
+def _to_us(seconds: float) -> float:
     return round(seconds * 1e6, 3)

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from farflung.comm import Purpose
 from farflung.errors import DataError
-from farflung.report.tables import new_table
+from farflung.report.tables import create_table
 from farflung.telemetry import Event
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["SentByKind", "sent_by_kind", "traffic_table"]
+__all__ = ["TrafficByKind", "read_traffic", "render_traffic_table"]
 
-SentByKind: TypeAlias = "dict[str, dict[int, list[int]]]"
+TrafficByKind: TypeAlias = "dict[str, dict[int, list[int]]]"
 """Payload bytes to each rank, by kind and sender."""
 
 
-def sent_by_kind(events_by_rank: Mapping[int, Iterable[Event]]) -> SentByKind:
+def read_traffic(events_by_rank: Mapping[int, Iterable[Event]]) -> TrafficByKind:
     """Reads the final traffic of a run's replicas, with kinds in the order of :class:`farflung.comm.Purpose`.
 
     Args:
@@ -30,13 +30,13 @@ def sent_by_kind(events_by_rank: Mapping[int, Iterable[Event]]) -> SentByKind:
     """
     if not events_by_rank:
         raise DataError("the run has no telemetry events, so its traffic is unknown")
-    by_rank = {rank: _at_the_end(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
+    by_rank = {rank: _read_sent_nbytes(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
     kinds = dict.fromkeys((*(purpose.kind for purpose in Purpose), *sorted(set().union(*by_rank.values()))))
     traffic = {kind: {rank: sent[kind] for rank, sent in by_rank.items() if kind in sent} for kind in kinds}
     return {kind: senders for kind, senders in traffic.items() if senders}
 
 
-def _at_the_end(rank: int, events: Iterable[Event]) -> dict[str, list[int]]:
+def _read_sent_nbytes(rank: int, events: Iterable[Event]) -> dict[str, list[int]]:
     ends = [event for event in events if event.get("event") == "end"]
     if not ends:
         raise DataError(f"rank {rank} has not come to the end of the run, where it reports what it has sent")
@@ -51,7 +51,7 @@ def _at_the_end(rank: int, events: Iterable[Event]) -> dict[str, list[int]]:
     return checked
 
 
-def traffic_table(sent: SentByKind, *, title: str = "") -> Table:
+def render_traffic_table(traffic: TrafficByKind, *, title: str = "") -> Table:
     """Renders the payload bytes of each pair of ranks with traffic; the last column is the sum over kinds.
 
     Args:
@@ -61,10 +61,10 @@ def traffic_table(sent: SentByKind, *, title: str = "") -> Table:
     Raises:
       MissingExtra: rich is not installed.
     """
-    table = new_table(title, show_footer=True)
+    table = create_table(title, show_footer=True)
     by_pair = {
         kind: {(src, dst): count for src, to in senders.items() for dst, count in enumerate(to) if count}
-        for kind, senders in sent.items()
+        for kind, senders in traffic.items()
     }
     table.add_column("from → to", "all", no_wrap=True)
     for kind, pairs in by_pair.items():

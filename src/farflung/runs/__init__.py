@@ -2,82 +2,82 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
     from farflung.runs.comparison import Comparison, compare
     from farflung.runs.config import (
-        COMPARED,
-        DEVICE,
-        NETWORK,
+        DEFAULT_COMPARED,
+        DEFAULT_DEVICE,
+        DEFAULT_NETWORK,
         RunConfig,
         RunOptions,
         SimulatedConfig,
-        variant,
+        parse_variant,
     )
-    from farflung.runs.events import EVENTS, listener
+    from farflung.runs.events import EVENTS_VARIABLE, listen_for_events
     from farflung.runs.folder import RunFolder
-    from farflung.runs.joining import join_later
-    from farflung.runs.launching import forked_ahead
-    from farflung.runs.preparing import Prepared, prepared, run_folder
-    from farflung.runs.replicas import make_replica, settled_collective
+    from farflung.runs.joining import join_running
+    from farflung.runs.launching import fork_worker_parent
+    from farflung.runs.preparing import PreparedRun, name_run_folder, prepare_run
+    from farflung.runs.replicas import make_replica, resolve_run_collective
     from farflung.runs.result import Run
     from farflung.runs.simulation import (
-        ready_to_simulate,
+        begin_simulation,
         retime,
         retime_prepared,
         simulate,
         simulate_prepared,
     )
-    from farflung.runs.stopping import asked_to_stop
-    from farflung.runs.training import prepare_training, ready_to_train, train
+    from farflung.runs.stopping import watch_stop_signals
+    from farflung.runs.training import begin_training, prepare_training, train
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
             "comparison": "Comparison compare",
-            "config": "COMPARED DEVICE NETWORK RunConfig RunOptions SimulatedConfig variant",
-            "events": "EVENTS listener",
+            "config": "DEFAULT_COMPARED DEFAULT_DEVICE DEFAULT_NETWORK RunConfig RunOptions SimulatedConfig parse_variant",
+            "events": "EVENTS_VARIABLE listen_for_events",
             "folder": "RunFolder",
-            "joining": "join_later",
-            "launching": "forked_ahead",
-            "preparing": "Prepared prepared run_folder",
-            "replicas": "make_replica settled_collective",
+            "joining": "join_running",
+            "launching": "fork_worker_parent",
+            "preparing": "PreparedRun prepare_run name_run_folder",
+            "replicas": "make_replica resolve_run_collective",
             "result": "Run",
-            "simulation": "ready_to_simulate retime retime_prepared simulate simulate_prepared",
-            "stopping": "asked_to_stop",
-            "training": "prepare_training ready_to_train train",
+            "simulation": "begin_simulation retime retime_prepared simulate simulate_prepared",
+            "stopping": "watch_stop_signals",
+            "training": "prepare_training begin_training train",
         },
     )
 
 __all__ = [
-    "COMPARED",
-    "DEVICE",
-    "EVENTS",
-    "NETWORK",
+    "DEFAULT_COMPARED",
+    "DEFAULT_DEVICE",
+    "DEFAULT_NETWORK",
+    "EVENTS_VARIABLE",
     "Comparison",
-    "Prepared",
+    "PreparedRun",
     "Run",
     "RunConfig",
     "RunFolder",
     "RunOptions",
     "SimulatedConfig",
-    "asked_to_stop",
+    "begin_simulation",
+    "begin_training",
     "compare",
-    "forked_ahead",
-    "join_later",
-    "listener",
+    "fork_worker_parent",
+    "join_running",
+    "listen_for_events",
     "make_replica",
+    "name_run_folder",
+    "parse_variant",
+    "prepare_run",
     "prepare_training",
-    "prepared",
-    "ready_to_simulate",
-    "ready_to_train",
+    "resolve_run_collective",
     "retime",
     "retime_prepared",
-    "run_folder",
-    "settled_collective",
     "simulate",
     "simulate_prepared",
     "train",
-    "variant",
+    "watch_stop_signals",
 ]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from farflung.telemetry import Event, number
+from farflung.telemetry import Event, read_number
 from farflung.types import Json
 
-__all__ = ["slowest"]
+__all__ = ["find_bottleneck"]
 
-LEAST = 0.1
+MIN_SHARE = 0.1
 """Smallest share of a step that counts as a bottleneck."""
 
 
-def slowest(events: Mapping[int, Sequence[Event]]) -> dict[str, Json] | None:
+def find_bottleneck(events: Mapping[int, Sequence[Event]]) -> dict[str, Json] | None:
     """Finds the bottleneck of a run from the mean step times of each replica.
 
     The slowest replica has the longest time of computing and waiting for samples. The others wait for the excess of
@@ -27,7 +27,7 @@ def slowest(events: Mapping[int, Sequence[Event]]) -> dict[str, Json] | None:
       ``reason`` (compute, data or link), ``rank`` unless the reason is the links, and ``share`` of a step; ``None`` if
       the share is below a tenth or there are fewer than two replicas.
     """
-    times = {rank: means for rank, rank_events in events.items() if (means := _means(rank_events))}
+    times = {rank: means for rank, rank_events in events.items() if (means := _compute_means(rank_events))}
     if len(times) < 2:
         return None
     rank = max(times, key=lambda r: times[r]["compute"] + times[r]["data"])
@@ -40,12 +40,12 @@ def slowest(events: Mapping[int, Sequence[Event]]) -> dict[str, Json] | None:
     exposed_s, duration_s = slowest_means["exposed"], slowest_means["duration"]
     is_link = exposed_s >= held_s
     share = (exposed_s if is_link else held_s) / duration_s if duration_s else 0.0
-    if share < LEAST:
+    if share < MIN_SHARE:
         return None
     return {"reason": "link" if is_link else reason, **({} if is_link else {"rank": rank}), "share": share}
 
 
-def _means(told: Sequence[Event]) -> dict[str, float]:
-    steps = [event for event in told if event["event"] == "step" and "compute_s" in event]
+def _compute_means(events: Sequence[Event]) -> dict[str, float]:
+    steps = [event for event in events if event["event"] == "step" and "compute_s" in event]
     names = ("compute", "data", "exposed", "duration") if steps else ()
-    return {name: statistics.fmean(number(step, f"{name}_s") for step in steps) for name in names}
+    return {name: statistics.fmean(read_number(step, f"{name}_s") for step in steps) for name in names}

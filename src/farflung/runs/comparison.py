@@ -14,21 +14,21 @@ from typing_extensions import override
 
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, MissingExtra
-from farflung.files import held, naming
+from farflung.files import lock_folder, prefix_errors
 from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
-from farflung.runs.config import COMPARED, DEVICE, SimulatedConfig
-from farflung.runs.folder import RunFolder, Scratch
-from farflung.runs.preparing import Prepared
+from farflung.runs.config import DEFAULT_COMPARED, DEFAULT_DEVICE, SimulatedConfig
+from farflung.runs.folder import RunFolder, TempFolder
+from farflung.runs.preparing import PreparedRun
 from farflung.runs.result import Run
-from farflung.runs.simulation import nowhere, retime_prepared, simulate_prepared, timing_decisions
+from farflung.runs.simulation import discard_event, list_timing_decisions, retime_prepared, simulate_prepared
 from farflung.telemetry import Sink, read_events
 from farflung.types import Workload
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from farflung.report import Compared, Course
+    from farflung.report import ComparisonRow, RunHistory
 
 __all__ = ["Comparison", "compare"]
 
@@ -46,52 +46,52 @@ class Comparison:
     """
 
     runs: Sequence[Run]
-    courses: Sequence[Course]
+    courses: Sequence[RunHistory]
     target: float
     title: str
-    scratch: Scratch | None = field(default=None, repr=False)
+    temp_folder: TempFolder | None = field(default=None, repr=False)
 
     @property
-    def rows(self) -> list[Compared]:
+    def rows(self) -> list[ComparisonRow]:
         """Rows for each network and recipe, with means over seeds."""
-        from farflung.report import compare_courses
+        from farflung.report import compare_runs
 
-        return compare_courses(self.courses, self.target)
+        return compare_runs(self.courses, self.target)
 
-    def table(self, width: int | None = None) -> Table:
+    def build_table(self, width: int | None = None) -> Table:
         """Builds the table of the comparison, without columns that exceed a width in characters."""
-        from farflung.report import comparison_table
+        from farflung.report import render_comparison_table
 
-        return comparison_table(self.rows, self.target, width)
+        return render_comparison_table(self.rows, self.target, width)
 
-    def picture(self, path: Path | str) -> Path:
+    def draw_picture(self, path: Path | str) -> Path:
         """Draws scores over time and over sent bytes; returns the path of the picture."""
-        from farflung.report import comparison_picture
+        from farflung.report import draw_comparison
 
-        comparison_picture(self.courses, Path(path), title=self.title, target=self.target)
+        draw_comparison(self.courses, Path(path), title=self.title, target=self.target)
         return Path(path)
 
     @override
     def __str__(self) -> str:
-        from farflung.report import as_lines, as_text, text_width
+        from farflung.report import as_lines, as_text, get_output_width
 
         try:
-            return as_text(self.table(text_width()))
+            return as_text(self.build_table(get_output_width()))
         except MissingExtra:
             return "\n\n".join(as_lines(row.to_json()) for row in self.rows)
 
 
 def compare(
-    recipes: Sequence[str | Recipe] | Mapping[str, str | Recipe] = COMPARED,
+    recipes: Sequence[str | Recipe] | Mapping[str, str | Recipe] = DEFAULT_COMPARED,
     networks: Sequence[str | NetworkProfile] = ("wifi-10mbps",),
     *,
     seeds: Sequence[int] = (0,),
     target: float | None = None,
-    device: str | DeviceProfile = DEVICE,
+    device: str | DeviceProfile = DEFAULT_DEVICE,
     evaluate_every: int | None = None,
     out: Path | str | None = None,
-    show: Sink = nowhere,
-    stop_asked: Callable[[], bool] = lambda: False,
+    sink: Sink = discard_event,
+    should_stop: Callable[[], bool] = lambda: False,
     **settings: object,
 ) -> Comparison:
     """Compares recipes on networks, in virtual time, as ``farflung compare`` does.
@@ -118,51 +118,53 @@ def compare(
       BadInput: The input is invalid; raised before any run starts.
       KeyboardInterrupt: A stop was requested.
     """
-    from farflung.report import Course
+    from farflung.report import RunHistory
 
     if target is not None and not math.isfinite(target):
         raise ConfigError(f"--target {target}: must be a finite number")
-    rows = _rows(recipes, networks, seeds, evaluate_every, {**settings, "device": device})
-    scratch = Scratch() if out is None else None
+    rows = _build_rows(recipes, networks, seeds, evaluate_every, {**settings, "device": device})
+    scratch = TempFolder() if out is None else None
     folder = Path(str(out)) if scratch is None else scratch.path
     runs: list[Run] = []
-    courses: list[Course] = []
-    with held(folder, "compares"):
+    courses: list[RunHistory] = []
+    with lock_folder(folder, "compares"):
         steps = sum(configs[0].steps for _, configs in rows)
-        show({"event": "compare", "rank": 0, "rows": len(rows), "steps": steps})
+        sink({"event": "compare", "rank": 0, "rows": len(rows), "steps": steps})
         for recipe, configs in rows:
             name = f"{recipe}, seed {configs[0].seed}"
-            show({"event": "row", "rank": 0, "name": name, "steps": configs[0].steps})
+            sink({"event": "row", "rank": 0, "name": name, "steps": configs[0].steps})
             trained_run: RunFolder | None = None
             for config in configs:
                 stem = re.sub(r"[^\w.=-]+", "-", recipe).strip("-")
                 stem = f"{stem}-{Path(config.network_name).stem}-seed-{config.seed}"
                 files = RunFolder(folder / "runs" / stem)
-                run = Prepared(config, files, config.split())
-                if not _is_made(run):
-                    if trained_run is None or timing_decisions(trained_run):
-                        simulate_prepared(run, show, stop_asked=stop_asked, checkpointed=False)
-                        if stop_asked():
+                run = PreparedRun(config, files, config.describe_shares())
+                if not _is_complete(run):
+                    if trained_run is None or list_timing_decisions(trained_run):
+                        simulate_prepared(run, sink, should_stop=should_stop, should_checkpoint=False)
+                        if should_stop():
                             shutil.rmtree(files.path)
                     else:
                         retime_prepared(run, trained_run)
-                if stop_asked():
+                if should_stop():
                     raise KeyboardInterrupt
                 trained_run = trained_run or files
-                runs.append(run.ended(files.stored_summary()))
-                with naming(files.telemetry(0)):
-                    events = read_events(files.telemetry(0))
-                    course = Course.of(recipe, config.network_name, config.seed, events, runs[-1].summary)
+                runs.append(run.build_result(files.load_summary()))
+                with prefix_errors(files.get_telemetry_path(0)):
+                    events = read_events(files.get_telemetry_path(0))
+                    course = RunHistory.from_events(
+                        recipe, config.network_name, config.seed, events, runs[-1].summary
+                    )
                     courses.append(course)
-            show({"event": "row_end", "rank": 0})
+            sink({"event": "row_end", "rank": 0})
     first_config = rows[0][1][0]
-    device_name = first_config.world_json()["device"]
+    device_name = first_config.describe_world()["device"]
     title = f"{first_config.workload}, {first_config.workers} replicas on {device_name}, simulated"
-    best = min(course.best for course in courses)
+    best = min(course.max_score for course in courses)
     return Comparison(runs, courses, best if target is None else target, title, scratch)
 
 
-def _rows(
+def _build_rows(
     recipes: Sequence[str | Recipe] | Mapping[str, str | Recipe],
     networks: Sequence[str | NetworkProfile],
     seeds: Sequence[int],
@@ -204,19 +206,19 @@ def _rows(
     return rows
 
 
-def _is_made(run: Prepared[SimulatedConfig]) -> bool:
+def _is_complete(run: PreparedRun[SimulatedConfig]) -> bool:
     """Returns True for a complete run; removes an incomplete one.
 
     Raises:
       ConfigError: The folder holds a run with other settings.
     """
     files = run.files
-    if not files.config.exists():
+    if not files.config_path.exists():
         return False
-    if SimulatedConfig.stored_in(files) != run.config.to_json():
+    if SimulatedConfig.load_settings(files) != run.config.to_json():
         raise ConfigError(
             f"{files.path} holds a run with other settings: choose another --out, or give the same options"
         )
-    if not files.summary.exists():
+    if not files.summary_path.exists():
         shutil.rmtree(files.path)
-    return files.summary.exists()
+    return files.summary_path.exists()

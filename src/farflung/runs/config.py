@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 from typing_extensions import override
 
 from farflung.comm import Endpoint
-from farflung.config import Setting, Training, check_ranges, settings_of, unknown_setting
-from farflung.devices import DeviceProfile, device_profile
+from farflung.config import Setting, Training, build_unknown_error, check_ranges, list_settings
+from farflung.devices import DeviceProfile, find_device
 from farflung.errors import CheckpointError, ConfigError
 from farflung.faults import FaultPlan, load_faults
-from farflung.files import naming
-from farflung.network import NetworkProfile, network_profile
-from farflung.recipes import FAMILIES, Recipe, recipe
-from farflung.recipes.changes import changes_of
-from farflung.recipes.recipe import member_settings
-from farflung.spec import build, is_carried, text_of
+from farflung.files import prefix_errors
+from farflung.network import NetworkProfile, find_network
+from farflung.recipes import FAMILIES, Recipe, parse_recipe
+from farflung.recipes.changes import parse_changes
+from farflung.recipes.recipe import get_member_settings
+from farflung.spec import build, format_spec, is_buildable
 from farflung.types import Json, SampleIds, Workload
 from farflung.types.data import Partition
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from farflung.sim import VirtualWorld
 
 __all__ = [
-    "COMPARED",
-    "DEVICE",
-    "NETWORK",
+    "DEFAULT_COMPARED",
+    "DEFAULT_DEVICE",
+    "DEFAULT_NETWORK",
     "RunConfig",
     "RunOptions",
     "Settings",
     "SimulatedConfig",
-    "variant",
+    "parse_variant",
 ]
 
-DEFAULTS = {
+DEFAULT_TEXTS = {
     **dict.fromkeys(
         ("batch_size", "learning_rate", "momentum", "weight_decay", "steps"), "the workload's own"
     ),
@@ -51,14 +51,14 @@ DEFAULTS = {
     "checkpoint_every": "a fifth of the steps",
 }
 """Descriptions of defaults that depend on the workload or other settings."""
-AUTO = "auto"
+AUTO_BATCH_SIZE = "auto"
 """Value of the batch size that divides a step's samples by the speed of replicas."""
-WORKLOAD, RECIPE = "fashion-mnist/cnn", "synchronous"
-NETWORK = "lan-1g"
+DEFAULT_WORKLOAD, DEFAULT_RECIPE = "fashion-mnist/cnn", "synchronous"
+DEFAULT_NETWORK = "lan-1g"
 """Default network of a simulated run."""
-DEVICE = "cpu-core"
+DEFAULT_DEVICE = "cpu-core"
 """Default device of simulated replicas."""
-COMPARED = ("synchronous", "synchronous(codec=int8)", "parameter_server")
+DEFAULT_COMPARED = ("synchronous", "synchronous(codec=int8)", "parameter_server")
 """Default recipes of a comparison."""
 
 Settings: TypeAlias = "Mapping[str, object]"
@@ -141,7 +141,7 @@ class RunConfig:
     """Name of the command that runs such configurations."""
 
     def __post_init__(self) -> None:
-        min_replicas, max_ranks = self.least, self.ranks
+        min_replicas, max_ranks = self.min_replicas, self.max_ranks
         check_ranges(
             self,
             workers=(self.workers >= 1, "1 or more"),
@@ -167,17 +167,17 @@ class RunConfig:
         return self.training.seed
 
     @property
-    def least(self) -> int:
+    def min_replicas(self) -> int:
         """Smallest number of replicas with which an elastic run continues."""
-        return self._elastic[0]
+        return self._elastic_range[0]
 
     @property
-    def ranks(self) -> int:
+    def max_ranks(self) -> int:
         """Largest number of ranks during the run, including lost ones."""
-        return self._elastic[1] if self.elastic else self.workers
+        return self._elastic_range[1] if self.elastic else self.workers
 
     @property
-    def _elastic(self) -> tuple[int, int]:
+    def _elastic_range(self) -> tuple[int, int]:
         low, _, high = self.elastic.partition(":")
         with suppress(ValueError):
             return int(low), int(high) if high else self.workers
@@ -190,16 +190,16 @@ class RunConfig:
     # --- settings ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def settings(cls) -> dict[str, Setting]:
+    def list_settings(cls) -> dict[str, Setting]:
         """Returns all settings by name: of the run, its training, and the members of its recipe."""
-        run_settings = settings_of(cls)
-        defaults = {**dict.fromkeys(member_settings(), "the recipe's"), **DEFAULTS}
+        run_settings = list_settings(cls)
+        defaults = {**dict.fromkeys(get_member_settings(), "the recipe's"), **DEFAULT_TEXTS}
         part_settings = {
             name: replace(
                 setting,
-                about=f"{setting.about.rstrip('.')}; {defaults.get(name, setting.default)} when not given",
+                description=f"{setting.description.rstrip('.')}; {defaults.get(name, setting.default)} when not given",
             )
-            for name, setting in {**_training_settings(), **member_settings()}.items()
+            for name, setting in {**_list_training_settings(), **get_member_settings()}.items()
         }
         recipe_setting = Setting("recipe", str, "How to train together; synchronous when not given", None)
         workload_setting = run_settings.pop("workload")
@@ -222,75 +222,75 @@ class RunConfig:
         for layer in layers:
             layer_settings = {name: value for name, value in layer.items() if value is not None}
             if isinstance(layer_settings.get("recipe"), str):
-                layer_settings = {**variant(str(layer_settings.pop("recipe"))), **layer_settings}
+                layer_settings = {**parse_variant(str(layer_settings.pop("recipe"))), **layer_settings}
             dropped = Recipe().settings if "recipe" in layer_settings else {}
             values = {
                 **{name: value for name, value in values.items() if name not in dropped},
                 **layer_settings,
             }
-        settings = cls.settings()
+        settings = cls.list_settings()
         for name, value in values.items():
             if name not in settings:
-                raise unknown_setting("setting", name, settings)
-            if isinstance(value, str) and not is_carried(value):
+                raise build_unknown_error("setting", name, settings)
+            if isinstance(value, str) and not is_buildable(value):
                 raise ConfigError(
                     f"{name} {value}: the run was made with an object that has no text: give it again"
                 )
             if settings[name].kind is not str:
-                settings[name].read(value, name)
-        return cls(**cls._resolved(values, task))
+                settings[name].convert(value, name)
+        return cls(**cls._resolve_fields(values, task))
 
     @classmethod
-    def _resolved(cls, said: dict[str, Any], task: Workload | None) -> dict[str, Any]:
+    def _resolve_fields(cls, settings: dict[str, Any], task: Workload | None) -> dict[str, Any]:
         """Returns the value of each field."""
         from farflung.workloads import WORKLOADS
 
-        data = str(said.get("data", "auto"))
-        workload = said.get("workload", WORKLOAD)
-        task = task or _made_workload(workload, data)
-        is_balanced = said.get("batch_size") == AUTO
+        data = str(settings.get("data", "auto"))
+        workload = settings.get("workload", DEFAULT_WORKLOAD)
+        task = task or _create_workload(workload, data)
+        is_balanced = settings.get("batch_size") == AUTO_BATCH_SIZE
         if is_balanced:
-            del said["batch_size"]
+            del settings["batch_size"]
         training = Training.resolve(
-            task.defaults, {k: v for k, v in said.items() if k in settings_of(Training)}
+            task.defaults, {k: v for k, v in settings.items() if k in list_settings(Training)}
         )
         periods = {"evaluate_every": training.steps // 10, "checkpoint_every": training.steps // 5}
         default_periods: dict[str, Any] = {
-            name: max(1, steps) for name, steps in periods.items() if said.get(name) is None
+            name: max(1, steps) for name, steps in periods.items() if settings.get(name) is None
         }
-        members = {name: said[name] for name in Recipe().settings if name in said}
-        base_recipe: Any = said.get("recipe", RECIPE)
+        members = {name: settings[name] for name in Recipe().settings if name in settings}
+        base_recipe: Any = settings.get("recipe", DEFAULT_RECIPE)
         if isinstance(base_recipe, str):  # a full set of members needs no preset
-            base_recipe = Recipe(base_recipe) if members.keys() >= {*FAMILIES} else recipe(base_recipe)
-        base_recipe = base_recipe.but(**members)
+            base_recipe = Recipe(base_recipe) if members.keys() >= {*FAMILIES} else parse_recipe(base_recipe)
+        base_recipe = base_recipe.with_members(**members)
         if is_balanced:
-            base_recipe = _by_speed(base_recipe, training.seed)
-        needs_shares = base_recipe.parts(training.seed).hold_shares
+            base_recipe = _balance_by_speed(base_recipe, training.seed)
+        needs_shares = base_recipe.parts(training.seed).needs_shares
         return {
-            "workload": text_of(workload, WORKLOADS)
+            "workload": format_spec(workload, WORKLOADS)
             if isinstance(workload, str) or callable(workload)
             else f"<{task.name}>",
             "recipe": base_recipe,
             "training": replace(training, **default_periods),
-            "workers": int(said.get("workers", 2)),
+            "workers": int(settings.get("workers", 2)),
             "data": data,
-            "partition": said.get("partition", "iid" if needs_shares else "shared"),
-            "elastic": str(said.get("elastic", "")),
-            "quorum": str(said.get("quorum", "majority")),
-            "deadline": float(said.get("deadline", 60.0)),
-            "encrypt": bool(said.get("encrypt", False)),
-            "threads": int(said.get("threads", 0)),
+            "partition": settings.get("partition", "iid" if needs_shares else "shared"),
+            "elastic": str(settings.get("elastic", "")),
+            "quorum": str(settings.get("quorum", "majority")),
+            "deadline": float(settings.get("deadline", 60.0)),
+            "encrypt": bool(settings.get("encrypt", False)),
+            "threads": int(settings.get("threads", 0)),
             "task": task,
         }
 
     # --- derived objects --------------------------------------------------------------------------------------
 
-    def model_layout(self) -> str:
+    def compute_model_hash(self) -> str:
         """Computes a short hash of the model's names, shapes and dtypes, for comparing ranks."""
-        from farflung.loop import fingerprint
-        from farflung.seeding import generator
+        from farflung.loop import compute_fingerprint
+        from farflung.seeding import create_generator
 
-        return fingerprint(self.task.model(generator(self.seed, "model")))
+        return compute_fingerprint(self.task.build_model(create_generator(self.seed, "model")))
 
     def make_shares(self) -> list[SampleIds] | None:
         """Creates each replica's share of the training samples; None if all draw from all samples.
@@ -306,33 +306,33 @@ class RunConfig:
             partition = build("partition", partition, factories)
         if partition is None:
             return None
-        train, _ = self.task.datasets()
+        train, _ = self.task.load_datasets()
         shares = partition.split(train, self.workers, seed=self.seed)
         for rank, share in enumerate(shares):
             if not len(share):
                 raise ConfigError(
-                    f"--partition {self.split_text}: replica {rank} gets no sample; use fewer replicas or another "
+                    f"--partition {self.partition_text}: replica {rank} gets no sample; use fewer replicas or another "
                     "split"
                 )
         return shares
 
     @property
-    def split_text(self) -> str:
+    def partition_text(self) -> str:
         """Text form of the partition of the training set."""
         from farflung.data import PARTITIONS
 
-        return text_of(self.partition, PARTITIONS)
+        return format_spec(self.partition, PARTITIONS)
 
-    def split(self) -> list[Share]:
+    def describe_shares(self) -> list[Share]:
         """Returns size and labels of each replica's share; empty if all draw from all samples."""
-        from farflung.data import describe
+        from farflung.data import describe_parts
 
         shares = self.make_shares()
-        return [] if shares is None else describe(shares, self.task.datasets()[0].labels)
+        return [] if shares is None else describe_parts(shares, self.task.load_datasets()[0].labels)
 
-    def split_json(self) -> dict[str, Json]:
+    def describe_partition(self) -> dict[str, Json]:
         """Returns the partition and its shares as JSON, for summaries."""
-        return {"how": self.split_text, "shares": [share.to_json() for share in self.split()]}
+        return {"how": self.partition_text, "shares": [share.to_json() for share in self.describe_shares()]}
 
     def check(self) -> list[Share]:
         """Checks the configuration before any process is started.
@@ -343,9 +343,9 @@ class RunConfig:
         Raises:
           BadInput: The configuration cannot run; the message states the remedy.
         """
-        schedule = self.recipe.parts(self.seed).schedule
+        schedule = self.recipe.build_components(self.seed).schedule
         schedule.check(self.workers)
-        train, _ = self.task.datasets()
+        train, _ = self.task.load_datasets()
         if self.workers > len(train):
             raise ConfigError(
                 f"--workers {self.workers}: {self.workload} has {len(train)} training samples; "
@@ -356,32 +356,30 @@ class RunConfig:
                 f"--batch-size {self.training.batch_size}: {self.workload} has {len(train)} training samples; use at "
                 "most as many"
             )
-        shares = self.split()
-        self.recipe.parts(self.seed, 0 if shares else None)
+        shares = self.describe_shares()
+        self.recipe.build_components(self.seed, 0 if shares else None)
         if self.elastic:
             self._check_elastic()
         return shares
 
     def _check_elastic(self) -> None:
         """Checks that all parts support the loss of a replica."""
-        reason = self.recipe.parts(self.seed).needs_all
+        reason = self.recipe.build_components(self.seed).reason_all_needed
         if not reason and self.recipe.collective == "native":
             reason = "the backend's own collectives need all replicas: choose another --collective"
-        if not reason and self.split_text != "shared":
-            reason = (
-                f"--partition {self.split_text}: the share of a lost replica would be missing: choose shared"
-            )
+        if not reason and self.partition_text != "shared":
+            reason = f"--partition {self.partition_text}: the share of a lost replica would be missing: choose shared"
         if reason:
             raise ConfigError(f"--elastic {self.elastic}: {reason}")
 
-    def check_carried(self) -> None:
+    def check_buildable(self) -> None:
         """Checks that other processes can build this run from its configuration.
 
         Raises:
           ConfigError: A part cannot be built there; the message names it and the remedy.
         """
         for name, value in self.to_json().items():
-            if isinstance(value, str) and not is_carried(value):
+            if isinstance(value, str) and not is_buildable(value):
                 raise ConfigError(
                     f"{name} {value}: workers in processes of their own can only import it: give a class, function or "
                     "frozen dataclass of a module (not of the script itself), or start the script under torchrun"
@@ -394,16 +392,18 @@ class RunConfig:
           BadInput: The checkpoint does not fit.
         """
         from farflung.loop import check_model, check_optimizer_kind, check_share
-        from farflung.seeding import generator
+        from farflung.seeding import create_generator
 
         shares = self.make_shares()
         for rank in range(self.workers):
-            checkpoints = folder.checkpoints(rank, self.workers, leader=False, any_size=bool(self.elastic))
-            step = checkpoints.newest()
+            checkpoints = folder.get_checkpoints(
+                rank, self.workers, is_leader=False, allows_any_size=bool(self.elastic)
+            )
+            step = checkpoints.find_newest()
             shared_state, local_state = checkpoints.load(step)
             location = f"{checkpoints.folder}, step {step}"
             if rank == 0:
-                model = self.task.model(generator(self.seed, "model"))
+                model = self.task.build_model(create_generator(self.seed, "model"))
                 check_model(shared_state, model, location)
                 check_optimizer_kind(local_state, self.training.make_optimizer(model.parameters()), location)
             check_share(local_state, None if shares is None else shares[rank], location)
@@ -412,23 +412,23 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Json]:
         """Returns all settings by name, for the run's folder and comparison of ranks; objects as text."""
-        names = [field.name for field in fields(self) if field.name in settings_of(type(self))]
+        names = [field.name for field in fields(self) if field.name in list_settings(type(self))]
         run_settings = {name: getattr(self, name) for name in names}
         members = {"recipe": self.recipe.name, **self.training.to_json(), **self.recipe.settings}
-        return {"workload": self.workload, **members, **run_settings, "partition": self.split_text}
+        return {"workload": self.workload, **members, **run_settings, "partition": self.partition_text}
 
     @classmethod
-    def stored_in(cls, folder: RunFolder) -> dict[str, Json]:
+    def load_settings(cls, folder: RunFolder) -> dict[str, Json]:
         """Loads the settings of the run in a folder.
 
         Raises:
           BadInput: There is no run, or it is damaged or of another kind.
         """
-        stored_settings, settings = folder.stored_config(), cls.settings()
+        stored_settings, settings = folder.load_config(), cls.list_settings()
         if stored_settings.keys() != settings.keys():
-            raise CheckpointError(f"{folder.config}: not of a run that farflung {cls.command} has made")
+            raise CheckpointError(f"{folder.config_path}: not of a run that farflung {cls.command} has made")
         for name, value in stored_settings.items():
-            settings[name].read(value, f"{folder.config}: {name}")
+            settings[name].convert(value, f"{folder.config_path}: {name}")
         return stored_settings
 
 
@@ -470,42 +470,42 @@ class SimulatedConfig(RunConfig):
 
     @classmethod
     @override
-    def _resolved(cls, said: dict[str, Any], task: Workload | None) -> dict[str, Any]:
-        world = {name: said.get(name, value) for name, value in _WORLD.items()}
-        count = _profile(world["network"]).nodes
-        return {**RunConfig._resolved({"workers": count or 4, **said}, task), **world}
+    def _resolve_fields(cls, settings: dict[str, Any], task: Workload | None) -> dict[str, Any]:
+        world = {name: settings.get(name, value) for name, value in _WORLD_DEFAULTS.items()}
+        count = _load_profile(world["network"]).nodes
+        return {**RunConfig._resolve_fields({"workers": count or 4, **settings}, task), **world}
 
     def make_network(self) -> NetworkProfile:
         """Creates the profile of the network between the replicas."""
-        with naming(self.network) if isinstance(self.network, str) else nullcontext():
-            profile = _profile(self.network).for_nodes(self.ranks)
+        with prefix_errors(self.network) if isinstance(self.network, str) else nullcontext():
+            profile = _load_profile(self.network).with_nodes(self.max_ranks)
         if self.connections == "":
             return profile
         return replace(profile, tcp_connections=self.connections)  # type: ignore[arg-type]
 
     def make_faults(self) -> FaultPlan:
         """Creates the fault plan."""
-        from farflung.sim.stage import check_plan
+        from farflung.sim.fault_environment import check_plan
 
         if isinstance(self.faults, FaultPlan):
             return self.faults
         if not self.faults:
             return FaultPlan()
         plan = load_faults(Path(self.faults))
-        with naming(self.faults):
-            check_plan(plan, self.ranks, whole=not self.elastic)
+        with prefix_errors(self.faults):
+            check_plan(plan, self.max_ranks, needs_all_members=not self.elastic)
         return plan
 
     def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:
         """Creates the virtual world: clock, network and devices."""
-        from farflung.calibration import forward_flops
+        from farflung.calibration import count_forward_flops
         from farflung.sim import VirtualWorld
 
         device = self.device
         if isinstance(device, str):
-            device = device_profile(device, forward_flops=forward_flops(self.task))
+            device = find_device(device, forward_flops=count_forward_flops(self.task))
         return VirtualWorld(
-            self.ranks,
+            self.max_ranks,
             network=self.make_network(),
             device=device,
             seed=self.seed,
@@ -513,28 +513,28 @@ class SimulatedConfig(RunConfig):
             deadline_s=self.deadline,
             decisions=decisions,
             count_evaluation=self.count_evaluation or bool(self.elastic),
-            whole=not self.elastic,
-            absent=range(self.workers, self.ranks),
+            needs_all_members=not self.elastic,
+            absent_ranks=range(self.workers, self.max_ranks),
         )
 
     @override
     def check(self) -> list[Share]:
-        from farflung.comm import collective_named
+        from farflung.comm import find_collective
 
-        if collective_named(self.recipe.collective).by_backend:
+        if find_collective(self.recipe.collective).is_native:
             raise ConfigError(
                 f"the backend's own collectives (--collective {self.recipe.collective}) run on real machines alone: "
                 "choose another collective or recipe"
             )
-        if self.recipe.parts(self.seed).stream.is_live:
+        if self.recipe.build_components(self.seed).stream.is_live:
             raise ConfigError(
-                f"--stream {self.recipe.members['stream']}: its samples come when they come, and virtual time would "
+                f"--stream {self.recipe.component_texts['stream']}: its samples come when they come, and virtual time would "
                 "stand still meanwhile: use farflung train, or simulate rate(...)"
             )
         self.make_world()
         return RunConfig.check(self)
 
-    def world_json(self) -> dict[str, Json]:
+    def describe_world(self) -> dict[str, Json]:
         """Returns network and device of the simulation as JSON, for summaries."""
         profile = self.make_network()
         return {
@@ -547,7 +547,10 @@ class SimulatedConfig(RunConfig):
 
     @override
     def to_json(self) -> dict[str, Json]:
-        world = {**{name: getattr(self, name) for name in _WORLD}, "connections": str(self.connections)}
+        world = {
+            **{name: getattr(self, name) for name in _WORLD_DEFAULTS},
+            "connections": str(self.connections),
+        }
         objects = {
             name: f"<{value if isinstance(value, FaultPlan) else value.name}>"
             for name, value in world.items()
@@ -556,26 +559,29 @@ class SimulatedConfig(RunConfig):
         return {**RunConfig.to_json(self), **world, **objects}
 
 
-_WORLD: dict[str, Any] = {
-    "network": NETWORK,
+_WORLD_DEFAULTS: dict[str, Any] = {
+    "network": DEFAULT_NETWORK,
     "connections": "",
-    "device": DEVICE,
+    "device": DEFAULT_DEVICE,
     "faults": "",
     "count_evaluation": False,
 }
 """Defaults of settings that only runs in virtual time have."""
 
 
-def _training_settings() -> dict[str, Setting]:
-    settings = settings_of(Training)
+def _list_training_settings() -> dict[str, Setting]:
+    settings = list_settings(Training)
     about = (
         "Samples per replica and step; auto: as many as by the workload's own in a step of all, of which each replica "
         "takes as many as it is fast (the sampler balanced)"
     )
-    return {**settings, "batch_size": replace(settings["batch_size"], about=about, words=(AUTO,))}
+    return {
+        **settings,
+        "batch_size": replace(settings["batch_size"], description=about, choices=(AUTO_BATCH_SIZE,)),
+    }
 
 
-def variant(text: str) -> dict[str, Json]:
+def parse_variant(text: str) -> dict[str, Json]:
     """Parses a recipe with changes to settings, without checking their values.
 
     >>> parse_variant("synchronous(codec=topk(density=0.01), learning_rate=0.02)")
@@ -584,39 +590,39 @@ def variant(text: str) -> dict[str, Json]:
     Raises:
       ConfigError: The text is malformed, or has a setting that a recipe cannot change.
     """
-    changeable = {**_training_settings(), **member_settings()}
+    changeable = {**_list_training_settings(), **get_member_settings()}
     del changeable["seed"]
-    name, changes = changes_of(text, changeable)
+    name, changes = parse_changes(text, changeable)
     return {"recipe": name, **changes}
 
 
-def _made_workload(what: object, data: str) -> Workload:
-    from farflung.workloads import check_workload, workload
+def _create_workload(source: object, data: str) -> Workload:
+    from farflung.workloads import check_workload, create_workload
 
     options = {} if data == "auto" else {"data": data}
-    if isinstance(what, str):
-        return workload(what, **options)
-    task: Any = what(**options) if isinstance(what, type) or not hasattr(what, "datasets") else what  # type: ignore[operator]
-    if options and task is what:
-        raise ConfigError(f"--data {data}: {what!r} is made already")
+    if isinstance(source, str):
+        return create_workload(source, **options)
+    task: Any = source(**options) if isinstance(source, type) or not hasattr(source, "datasets") else source  # type: ignore[operator]
+    if options and task is source:
+        raise ConfigError(f"--data {data}: {source!r} is made already")
     return check_workload(task)
 
 
-def _by_speed(how: Recipe, seed: int) -> Recipe:
+def _balance_by_speed(recipe: Recipe, seed: int) -> Recipe:
     """Returns the recipe with batch sizes in proportion to the speed of replicas."""
-    sampler = how.parts(seed).sampler
+    sampler = recipe.build_components(seed).sampler
     if sampler.is_balanced:
-        return how
+        return recipe
     if not sampler.has_shared_order:
         raise ConfigError(
-            f"--batch-size {AUTO}: shares out what the uniform sampler draws, and this is sampler "
-            f"{how.members['sampler']}: give a number, or choose another --sampler or --recipe"
+            f"--batch-size {AUTO_BATCH_SIZE}: shares out what the uniform sampler draws, and this is sampler "
+            f"{recipe.component_texts['sampler']}: give a number, or choose another --sampler or --recipe"
         )
-    how = how.but(sampler="balanced")
-    with naming(f"--batch-size {AUTO}"):
-        how.parts(seed)
-    return how
+    recipe = recipe.with_members(sampler="balanced")
+    with prefix_errors(f"--batch-size {AUTO_BATCH_SIZE}"):
+        recipe.build_components(seed)
+    return recipe
 
 
-def _profile(network: str | NetworkProfile) -> NetworkProfile:
-    return network_profile(network) if isinstance(network, str) else network
+def _load_profile(network: str | NetworkProfile) -> NetworkProfile:
+    return find_network(network) if isinstance(network, str) else network

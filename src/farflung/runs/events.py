@@ -16,18 +16,18 @@ from typing import Self
 from farflung.errors import RunLost
 from farflung.telemetry import Event, Sink
 
-__all__ = ["EVENTS", "Buffered", "listener", "teller"]
+__all__ = ["EVENTS_VARIABLE", "BufferedSink", "connect_event_sink", "listen_for_events"]
 
-EVENTS = "FARFLUNG_EVENTS"
+EVENTS_VARIABLE = "FARFLUNG_EVENTS"
 """Environment variable with the path of the datagram socket for events."""
 
 LISTEN_S = 0.05
-BUFFERED = 1024
+MAX_BUFFERED = 1024
 """Number of queued events at which events of further steps are dropped."""
 
 
 @contextlib.contextmanager
-def listener(scratch: Path) -> Iterator[socket.socket]:
+def listen_for_events(scratch: Path) -> Iterator[socket.socket]:
     """Creates the socket that receives events, in a folder, for the duration of the context."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as events:
         events.bind(str(scratch / "events"))
@@ -35,7 +35,7 @@ def listener(scratch: Path) -> Iterator[socket.socket]:
         yield events
 
 
-def teller(address: str) -> Sink:
+def connect_event_sink(address: str) -> Sink:
     """Creates a sink that sends events to a socket, and blocks while the socket is full."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     connection.connect(address)
@@ -49,7 +49,7 @@ def teller(address: str) -> Sink:
     return send_event
 
 
-class Buffered:
+class BufferedSink:
     """Sink that forwards events to another one on a separate thread, so that a slow sink does not delay the run.
 
     If too many events are queued, step events are dropped, and an event ``dropped`` counts them for each rank. The
@@ -61,32 +61,32 @@ class Buffered:
 
     def __init__(self, sink: Sink) -> None:
         self._sink, self._lock = sink, Lock()
-        self._waiting: SimpleQueue[Event | None] = SimpleQueue()
-        self._dropped: Counter[int] = Counter()
+        self._queue: SimpleQueue[Event | None] = SimpleQueue()
+        self._dropped_counts: Counter[int] = Counter()
         self._error: BaseException | None = None
-        self._leaves_steps_out = False
-        self._thread = Thread(target=self._hand_on, name="farflung-events", daemon=True)
+        self._should_skip_steps = False
+        self._thread = Thread(target=self._forward_events, name="farflung-events", daemon=True)
 
     def __call__(self, event: Event) -> None:
         if self._error is not None:
             raise self._error
         with self._lock:
-            if event["event"] == "step" and self._waiting.qsize() >= BUFFERED:
-                self._dropped[int(str(event["rank"]))] += 1
+            if event["event"] == "step" and self._queue.qsize() >= MAX_BUFFERED:
+                self._dropped_counts[int(str(event["rank"]))] += 1
             else:
-                self._put(event)
+                self._enqueue(event)
 
-    def _put(self, event: Event | None) -> None:
+    def _enqueue(self, event: Event | None) -> None:
         """Queues an event after the counts of dropped ones; None ends the thread."""
-        for rank, count in self._dropped.items():
-            self._waiting.put({"event": "dropped", "rank": rank, "count": count})
-        self._dropped.clear()
-        self._waiting.put(event)
+        for rank, count in self._dropped_counts.items():
+            self._queue.put({"event": "dropped", "rank": rank, "count": count})
+        self._dropped_counts.clear()
+        self._queue.put(event)
 
-    def _hand_on(self) -> None:
+    def _forward_events(self) -> None:
         try:
-            while (event := self._waiting.get()) is not None:
-                if not (self._leaves_steps_out and event["event"] == "step"):
+            while (event := self._queue.get()) is not None:
+                if not (self._should_skip_steps and event["event"] == "step"):
                     self._sink(event)
         except BaseException as error:
             self._error = error
@@ -98,8 +98,8 @@ class Buffered:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leaves_steps_out = error is not None
-        self._put(None)
+        self._should_skip_steps = error is not None
+        self._enqueue(None)
         self._thread.join()
         if error is None and self._error is not None:
             raise self._error

@@ -27,19 +27,19 @@ from itertools import chain
 from pathlib import Path
 
 from farflung.errors import BadInput, RunLost
-from farflung.files import write_json, writing
-from farflung.runs.bottleneck import slowest
+from farflung.files import wrap_write_errors, write_json
+from farflung.runs.bottleneck import find_bottleneck
 from farflung.runs.config import RunConfig
-from farflung.runs.events import Buffered, listener
+from farflung.runs.events import BufferedSink, listen_for_events
 from farflung.runs.folder import RunFolder
-from farflung.runs.preparing import Prepared
+from farflung.runs.preparing import PreparedRun
 from farflung.runs.result import Run
-from farflung.runs.stopping import on_stop
+from farflung.runs.stopping import handle_stop_signals
 from farflung.runs.workers import Job, serve
 from farflung.telemetry import Event, Sink, count_refusals
 from farflung.types import Json
 
-__all__ = ["forked_ahead", "launch"]
+__all__ = ["fork_worker_parent", "launch"]
 
 GRACE_S = 0.1
 """Seconds for workers to end by themselves after one reported an error."""
@@ -48,7 +48,7 @@ END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Parent:
+class WorkerParent:
     """Parent process of the workers, in a separate session.
 
     Args:
@@ -63,7 +63,7 @@ class Parent:
     poll: Callable[[], int | None]
     wait: Callable[[float], object]
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Ends the process and its workers, and waits until all have ended."""
         os.close(self.pipe)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -75,33 +75,33 @@ class Parent:
             self.wait(END_S)
 
 
-_ahead: list[Parent] = []
+_forked_parents: list[WorkerParent] = []
 """Parent that was forked in advance and has no job yet; at most one."""
 
 
 @contextmanager
-def forked_ahead() -> Iterator[None]:
+def fork_worker_parent() -> Iterator[None]:
     """Forks the parent of one run's workers; the caller must not have threads or have computed anything."""
     read_fd, write_fd = os.pipe()
-    process = multiprocessing.get_context("fork").Process(target=_forked, args=(read_fd, write_fd))
+    process = multiprocessing.get_context("fork").Process(target=_run_forked_parent, args=(read_fd, write_fd))
     process.start()
     os.close(read_fd)
     assert process.pid is not None
-    _ahead.append(Parent(process.pid, write_fd, lambda: process.exitcode, process.join))
+    _forked_parents.append(WorkerParent(process.pid, write_fd, lambda: process.exitcode, process.join))
     try:
         yield
     finally:
-        if _ahead:
-            _ahead.pop().end()
+        if _forked_parents:
+            _forked_parents.pop().stop()
 
 
-def _forked(theirs: int, ours: int) -> None:
+def _run_forked_parent(read_fd: int, write_fd: int) -> None:
     os.setsid()
-    os.close(ours)
-    sys.exit(serve(theirs))
+    os.close(write_fd)
+    sys.exit(serve(read_fd))
 
 
-def parent_of(log: Path, *, workers: int) -> Parent:
+def obtain_parent(log: Path, *, workers: int) -> WorkerParent:
     """Returns the parent that was forked in advance, or starts one.
 
     Args:
@@ -111,13 +111,13 @@ def parent_of(log: Path, *, workers: int) -> Parent:
     Raises:
       BadInput: ``log`` cannot be written.
     """
-    if _ahead:
-        return _ahead.pop()
+    if _forked_parents:
+        return _forked_parents.pop()
     # Workers search modules in the same places as this process.
     path = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
     threads = {"OMP_NUM_THREADS": "1"} if workers > 1 else {}
     read_fd, write_fd = os.pipe()
-    with os.fdopen(read_fd), writing(log), log.open("ab") as output:
+    with os.fdopen(read_fd), wrap_write_errors(log), log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "farflung.runs.workers"],
             stdin=read_fd,
@@ -126,10 +126,10 @@ def parent_of(log: Path, *, workers: int) -> Parent:
             env={**os.environ, **threads, "PYTHONPATH": path},
             start_new_session=True,
         )
-    return Parent(process.pid, write_fd, process.poll, process.wait)
+    return WorkerParent(process.pid, write_fd, process.poll, process.wait)
 
 
-def launch(run: Prepared[RunConfig], show: Sink) -> Run:
+def launch(run: PreparedRun[RunConfig], sink: Sink) -> Run:
     """Trains on ``config.workers`` processes; the summary is the lowest rank's, with ``interrupted`` after Ctrl-C.
 
     Args:
@@ -142,15 +142,15 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
     """
     config, folder = run.config, run.files
     with ExitStack() as stack:
-        with writing(Path(tempfile.gettempdir())):
+        with wrap_write_errors(Path(tempfile.gettempdir())):
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="farflung-"))
-            events = stack.enter_context(listener(Path(scratch)))
-        buffered_sink = stack.enter_context(Buffered(show))
-        parent = parent_of(folder.log, workers=config.workers)
+            events = stack.enter_context(listen_for_events(Path(scratch)))
+        buffered_sink = stack.enter_context(BufferedSink(sink))
+        parent = obtain_parent(folder.log_path, workers=config.workers)
         options, elastic = run.options, bool(config.elastic)
         job = Job(
             str(folder.path),
-            folder.resumed,
+            folder.is_resumed,
             config.workers,
             scratch,
             options.device,
@@ -160,89 +160,91 @@ def launch(run: Prepared[RunConfig], show: Sink) -> Run:
         )
         with contextlib.suppress(BrokenPipeError):  # it has ended
             os.write(parent.pipe, json.dumps(asdict(job)).encode() + b"\n")
-        monitor = _Watch(parent, config.workers, events, buffered_sink, folder, config.deadline, elastic)
+        monitor = _WorkerMonitor(
+            parent, config.workers, events, buffered_sink, folder, config.deadline, elastic
+        )
         summary = monitor.run()
-    return run.ended({**summary, "partition": config.split_json()})
+    return run.build_result({**summary, "partition": config.describe_partition()})
 
 
 @dataclass
-class _Watch:
+class _WorkerMonitor:
     """Monitor of the workers until their end.
 
     After a stop request, it ends workers that complete no step within the run's deadline or twice the longest step.
     """
 
-    parent: Parent
+    parent: WorkerParent
     workers: int
     events: socket.socket
-    show: Sink
+    sink: Sink
     folder: RunFolder
     deadline_s: float
-    elastic: bool
+    is_elastic: bool
 
     def __post_init__(self) -> None:
         self._pids: dict[int, int] = {}
         self._errors: list[Event] = []
-        self._told: dict[str, dict[int, Event]] = {"end": {}, "pace": {}}
+        self._final_events: dict[str, dict[int, Event]] = {"end": {}, "pace": {}}
         """Last event of these kinds, by rank."""
-        self._interrupts, self._longest_s = 0, 0.0
+        self._num_interrupts, self._longest_step_s = 0, 0.0
         """Number of stop signals, and duration of the longest step."""
-        self._end_by = self._stop_by = math.inf
+        self._kill_deadline_s = self._stop_deadline_s = math.inf
         """Times at which workers are ended: after an error or second interrupt, and after a stop request."""
 
     def run(self) -> Mapping[str, Json]:
         """Forwards events until the workers have ended; returns the summary."""
-        with on_stop(self._interrupt):
+        with handle_stop_signals(self._handle_interrupt):
             try:
                 while self.parent.poll() is None:
                     with contextlib.suppress(TimeoutError):
-                        self._hear(self.events.recv(1 << 20))
-                    if time.monotonic() > min(self._end_by, self._stop_by):
+                        self._handle_datagram(self.events.recv(1 << 20))
+                    if time.monotonic() > min(self._kill_deadline_s, self._stop_deadline_s):
                         break
                 with contextlib.suppress(BlockingIOError):
                     self.events.setblocking(False)
                     while True:
-                        self._hear(self.events.recv(1 << 20))
+                        self._handle_datagram(self.events.recv(1 << 20))
             finally:
-                self.parent.end()
-        return self._outcome()
+                self.parent.stop()
+        return self._build_summary()
 
-    def _hear(self, datagram: bytes) -> None:
+    def _handle_datagram(self, datagram: bytes) -> None:
         event: Event = json.loads(datagram)
         kind, rank = event["event"], event["rank"]
         if kind == "hello":
             self._pids[int(str(rank))] = int(str(event["pid"]))
         elif kind == "error":
             self._errors.append(event)
-            if not self.elastic or event["exit_code"] == BadInput.exit_code:
-                self._end_by = min(self._end_by, time.monotonic() + GRACE_S)
+            if not self.is_elastic or event["exit_code"] == BadInput.exit_code:
+                self._kill_deadline_s = min(self._kill_deadline_s, time.monotonic() + GRACE_S)
         elif kind == "step":
-            self._longest_s = max(self._longest_s, float(str(event["duration_s"])))
-            if self._interrupts:
-                self._stop_by = time.monotonic() + self._patience_s
-        elif kind in self._told:
-            self._told[str(kind)][int(str(rank))] = event
-        self.show(event)
+            self._longest_step_s = max(self._longest_step_s, float(str(event["duration_s"])))
+            if self._num_interrupts:
+                self._stop_deadline_s = time.monotonic() + self._patience_s
+        elif kind in self._final_events:
+            self._final_events[str(kind)][int(str(rank))] = event
+        self.sink(event)
 
     @property
     def _patience_s(self) -> float:
         """Largest number of seconds without a completed step after a stop request."""
-        return max(self.deadline_s, 2 * self._longest_s)
+        return max(self.deadline_s, 2 * self._longest_step_s)
 
-    def _interrupt(self) -> None:
-        self._interrupts += 1
+    def _handle_interrupt(self) -> None:
+        self._num_interrupts += 1
         have_all_started = len(self._pids) == self.workers
-        if have_all_started and self._interrupts == 1:
-            self._stop_by = time.monotonic() + self._patience_s
+        if have_all_started and self._num_interrupts == 1:
+            self._stop_deadline_s = time.monotonic() + self._patience_s
         else:
-            self._end_by = time.monotonic()
+            self._kill_deadline_s = time.monotonic()
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
 
-    def _outcome(self) -> Mapping[str, Json]:
-        ends, paces = self._told.values()
-        if self._errors and not (self.elastic and ends):
+    def _build_summary(self) -> Mapping[str, Json]:
+        ends, paces = self._final_events.values()
+        if self._errors and not (self.is_elastic and ends):
             # A worker's own error is more specific than those of its peers.
             error = next((e for e in self._errors if e["own"]), self._errors[0])
             kind = BadInput if error["exit_code"] == BadInput.exit_code else RunLost
@@ -252,11 +254,11 @@ class _Watch:
             final_summary = {k: v for k, v in ends[rank].items() if k not in {"event", "rank", "t"}}
             if rank in paces:
                 final_summary["pace"] = {k: paces[rank][k] for k in ("device", "steps", "overran")}
-            stored_summary = self.folder.stored_summary() if self.folder.summary.exists() else {}
-            events = self.folder.events()
+            stored_summary = self.folder.load_summary() if self.folder.summary_path.exists() else {}
+            events = self.folder.load_events()
             derived: dict[str, Json] = {
                 "refused": {**count_refusals(chain(*events.values()))},
-                "slowest": slowest(events),
+                "slowest": find_bottleneck(events),
             }
             summary = {
                 **stored_summary,
@@ -264,10 +266,10 @@ class _Watch:
                 **{name: value for name, value in derived.items() if value},
             }
             if any(derived.values()):
-                write_json(self.folder.summary, summary)
-            return {**summary, "interrupted": True} if self._interrupts else summary
-        if self._interrupts:
+                write_json(self.folder.summary_path, summary)
+            return {**summary, "interrupted": True} if self._num_interrupts else summary
+        if self._num_interrupts:
             raise KeyboardInterrupt
         raise RunLost(
-            f"the workers ended (exit code {self.parent.poll()}) and said nothing: see {self.folder.log}"
+            f"the workers ended (exit code {self.parent.poll()}) and said nothing: see {self.folder.log_path}"
         )

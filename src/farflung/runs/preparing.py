@@ -15,20 +15,20 @@ import torch.distributed as dist
 
 from farflung.data import Share
 from farflung.errors import ConfigError
-from farflung.files import naming
+from farflung.files import prefix_errors
 from farflung.loggers import RunLog
 from farflung.runs.config import RunConfig, RunOptions, Settings
-from farflung.runs.folder import RunFolder, Scratch
+from farflung.runs.folder import RunFolder, TempFolder
 from farflung.runs.result import Run
 from farflung.types import Json
 
-__all__ = ["Prepared", "prepared", "run_folder"]
+__all__ = ["PreparedRun", "name_run_folder", "prepare_run"]
 
 C = TypeVar("C", bound=RunConfig)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(Generic[C]):
+class PreparedRun(Generic[C]):
     """Checked run that has not begun.
 
     Args:
@@ -44,19 +44,19 @@ class Prepared(Generic[C]):
     files: RunFolder
     shares: Sequence[Share] = ()
     options: RunOptions = RunOptions()
-    scratch: Scratch | None = field(default=None, repr=False)
+    temp_folder: TempFolder | None = field(default=None, repr=False)
     store: dist.Store | None = field(default=None, repr=False)
 
-    def begun(self) -> AbstractContextManager[None]:
+    def begin_run(self) -> AbstractContextManager[None]:
         """Creates the folder and locks it for the duration of the context.
 
         Raises:
           BadInput: Another process runs there, the folder holds another run or cannot be written, or ``replay`` is not
             a decision log.
         """
-        return self.files.begun(self.config.to_json(), self.options.replay)
+        return self.files.begin_run(self.config.to_json(), self.options.replay)
 
-    def log(self) -> RunLog:
+    def create_log(self) -> RunLog:
         """Creates the log of the run's metrics from ``log_to``.
 
         Raises:
@@ -65,19 +65,19 @@ class Prepared(Generic[C]):
         log_config = {**self.config.to_json(), "command": self.config.command, "folder": str(self.files.path)}
         return RunLog(self.options.log_to, self.files.path, title=self.config.title, config=log_config)
 
-    def ended(self, summary: dict[str, Json]) -> Run:
+    def build_result(self, summary: dict[str, Json]) -> Run:
         """Builds the result of the completed run."""
-        return Run(self.config, self.files, summary, self.shares, self.scratch)
+        return Run(self.config, self.files, summary, self.shares, self.temp_folder)
 
 
-def prepared(
+def prepare_run(
     kind: type[C],
     *layers: Settings,
     options: RunOptions = RunOptions(),
-    check: bool = True,
-    scratch: bool = False,
-    folder: Callable[[str], Path] | None = None,
-) -> Prepared[C]:
+    should_check: bool = True,
+    is_temporary: bool = False,
+    name_folder: Callable[[str], Path] | None = None,
+) -> PreparedRun[C]:
     """Resolves settings, chooses a folder, and checks the run.
 
     Args:
@@ -92,9 +92,11 @@ def prepared(
       BadInput: The run cannot work; the message states the remedy.
     """
     out, resume = options.out, options.resume
-    stored_settings = {} if resume is None else kind.stored_in(RunFolder(Path(resume)))
-    temp_folder: Scratch | None = None
-    with nullcontext() if resume is None else naming(f"--resume {resume}"):  # errors may be in its settings
+    stored_settings = {} if resume is None else kind.load_settings(RunFolder(Path(resume)))
+    temp_folder: TempFolder | None = None
+    with (
+        nullcontext() if resume is None else prefix_errors(f"--resume {resume}")
+    ):  # errors may be in its settings
         config = kind.resolve(stored_settings, *layers)
         if resume is not None:
             if out is not None and Path(out) != Path(resume):
@@ -104,21 +106,21 @@ def prepared(
             path = Path(resume)
         elif out is not None:
             path = Path(out)
-        elif scratch:
-            temp_folder = Scratch()
+        elif is_temporary:
+            temp_folder = TempFolder()
             path = temp_folder.path / "run"
         else:
-            path = (folder or run_folder)(config.title)
-        files, shares = RunFolder(path, resumed=resume is not None), list[Share]()
-        if check:
+            path = (name_folder or name_run_folder)(config.title)
+        files, shares = RunFolder(path, is_resumed=resume is not None), list[Share]()
+        if should_check:
             files.check()
             shares = config.check()
-            if files.resumed:
+            if files.is_resumed:
                 config.check_resumable(files)
-    return Prepared(config, files, shares, options, temp_folder)
+    return PreparedRun(config, files, shares, options, temp_folder)
 
 
-def run_folder(title: str) -> Path:
+def name_run_folder(title: str) -> Path:
     """Names a new folder under ``runs/`` by title and time, with a number if the name exists."""
     stem = re.sub(r"[^\w.-]+", "-", title)
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"

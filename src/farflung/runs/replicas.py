@@ -11,11 +11,11 @@ from farflung.config import Training
 from farflung.engine.placement import HOST
 from farflung.loop import Checkpoints, Replica
 from farflung.recipes import Recipe
-from farflung.reducers import summed_nbytes
+from farflung.reducers import list_summed_nbytes
 from farflung.telemetry import Telemetry
 from farflung.types import Runtime, SampleIds, Workload
 
-__all__ = ["make_replica", "settled_collective"]
+__all__ = ["make_replica", "resolve_run_collective"]
 
 
 def make_replica(
@@ -27,10 +27,10 @@ def make_replica(
     *,
     shares: Sequence[SampleIds] | None = None,
     checkpoints: Checkpoints | None = None,
-    stop_asked: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
     trace: bool = False,
     device: torch.device = HOST,
-    kind: Callable[..., Replica] = Replica,
+    replica_type: Callable[..., Replica] = Replica,
 ) -> Replica:
     """Creates a replica of a run, on the wall clock or in virtual time.
 
@@ -50,24 +50,26 @@ def make_replica(
     Raises:
       BadInput: Parts or settings are incompatible.
     """
-    rank, rates = runtime.comm.rank, training.make_rates()
-    parts = recipe.parts(training.seed, None if shares is None else rank)
-    warmup = getattr(rates, "warmup", 0) if rates.by == "steps" else 0
-    return kind(
+    rank, rates = runtime.comm.rank, training.make_rate_schedule()
+    parts = recipe.build_components(training.seed, None if shares is None else rank)
+    warmup = getattr(rates, "warmup", 0) if rates.progress_unit == "steps" else 0
+    return replica_type(
         runtime,
         task,
         training,
-        replace(parts, reducer=parts.reducer.for_run(training.steps, warmup)),
+        replace(parts, reducer=parts.reducer.with_run_length(training.steps, warmup)),
         telemetry or Telemetry(rank),
         checkpoints,
-        stop_asked,
+        should_stop,
         None if shares is None else shares[rank],
         trace,
         device,
     )
 
 
-def settled_collective(settle: Callable[..., str], recipe: Recipe, replica: Replica, step: int = 0) -> str:
+def resolve_run_collective(
+    resolve: Callable[..., str], recipe: Recipe, replica: Replica, step: int = 0
+) -> str:
     """Resolves the recipe's collective for a run.
 
     Call this after replicas are created, and before they start or resume, since resuming restarts exchanges in flight.
@@ -81,6 +83,6 @@ def settled_collective(settle: Callable[..., str], recipe: Recipe, replica: Repl
     Returns:
       Name of the collective, or names for all tensor sizes.
     """
-    reducer = recipe.parts(replica.training.seed).reducer
-    nbytes = summed_nbytes(reducer, replica.bucket_specs, replica.runtime.comm.size)
-    return settle(recipe.collective, nbytes, step=step)
+    reducer = recipe.build_components(replica.training.seed).reducer
+    nbytes = list_summed_nbytes(reducer, replica.bucket_specs, replica.runtime.comm.size)
+    return resolve(recipe.collective, nbytes, step=step)

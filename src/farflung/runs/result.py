@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from farflung.data import Share
 from farflung.errors import DataError, MissingExtra
-from farflung.files import reading
+from farflung.files import wrap_read_errors
 from farflung.runs.config import RunConfig, SimulatedConfig
-from farflung.runs.folder import RunFolder, Scratch
+from farflung.runs.folder import RunFolder, TempFolder
 from farflung.state_trees import load_tree
 from farflung.telemetry import Event
 from farflung.types import Json
@@ -43,7 +43,7 @@ class Run:
     files: RunFolder
     summary: Mapping[str, Json]
     shares: Sequence[Share] = ()
-    scratch: Scratch | None = field(default=None, repr=False)
+    temp_folder: TempFolder | None = field(default=None, repr=False)
 
     @property
     def folder(self) -> Path:
@@ -51,21 +51,21 @@ class Run:
         return self.files.path
 
     @property
-    def simulated(self) -> bool:
+    def is_simulated(self) -> bool:
         """Returns True for a run in virtual time."""
         return isinstance(self.config, SimulatedConfig)
 
     @property
     def events(self) -> dict[int, list[Event]]:
         """Events of each rank, such as steps, evaluations, checkpoints; see :mod:`farflung.telemetry`."""
-        return self.files.events()
+        return self.files.load_events()
 
     @property
-    def sent(self) -> dict[str, dict[int, list[int]]]:
+    def sent_nbytes_by_purpose(self) -> dict[str, dict[int, list[int]]]:
         """Numbers of payload bytes sent to each rank, by :class:`farflung.comm.Purpose` and sender."""
-        from farflung.report import sent_by_kind
+        from farflung.report import read_traffic
 
-        return sent_by_kind(self.events)
+        return read_traffic(self.events)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Loads parameters and buffers of the trained model, as evaluated, for ``load_state_dict``.
@@ -73,16 +73,16 @@ class Run:
         Raises:
           CheckpointError: The file is missing or damaged.
         """
-        return load_tree(self.files.model)
+        return load_tree(self.files.model_path)
 
-    def table(self) -> Table:
+    def build_table(self) -> Table:
         """Builds the table of the summary."""
-        from farflung.report import summary_table
+        from farflung.report import render_summary_table
 
-        with reading(self.files.summary, "damaged; its figures cannot be told", DataError):
-            return summary_table(self.summary, simulated=self.simulated)
+        with wrap_read_errors(self.files.summary_path, "damaged; its figures cannot be told", DataError):
+            return render_summary_table(self.summary, is_simulated=self.is_simulated)
 
-    def keep(self, folder: Path | str) -> Path:
+    def copy_to(self, folder: Path | str) -> Path:
         """Copies the files to a new folder and returns its path."""
         return Path(shutil.copytree(self.folder, folder))
 
@@ -91,6 +91,6 @@ class Run:
         from farflung.report import as_lines, as_text
 
         try:
-            return as_text(self.table())
+            return as_text(self.build_table())
         except MissingExtra:
             return as_lines(self.summary)

@@ -15,51 +15,58 @@ from typing import Any
 import torch
 
 from farflung.codecs import CODECS
-from farflung.comm import AUTO, collective_named
+from farflung.comm import AUTO, find_collective
 from farflung.devices import DeviceProfile
-from farflung.engine.placement import place
-from farflung.errors import CheckpointError, ConfigError, DataError, Suspended
-from farflung.files import naming, reading, write_json, write_whole
-from farflung.loop import Replica, Summary, keep_once
-from farflung.membership import Elastic
+from farflung.engine.placement import select_device
+from farflung.errors import CheckpointError, ConfigError, DataError, ReplicaSuspended
+from farflung.files import prefix_errors, wrap_read_errors, write_atomically, write_json
+from farflung.loop import Replica, Summary, share_parameters
+from farflung.membership import PaxosMembership
 from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS
-from farflung.runs.bottleneck import slowest
+from farflung.runs.bottleneck import find_bottleneck
 from farflung.runs.config import RunConfig, RunOptions, SimulatedConfig
-from farflung.runs.folder import RunFolder, Scratch
-from farflung.runs.preparing import Prepared, prepared
-from farflung.runs.replicas import make_replica, settled_collective
+from farflung.runs.folder import RunFolder, TempFolder
+from farflung.runs.preparing import PreparedRun, prepare_run
+from farflung.runs.replicas import make_replica, resolve_run_collective
 from farflung.runs.result import Run
-from farflung.sim import RecordedReplica, Retimed, Traffic, TrafficRecorder, VirtualWorld, retimed_events
-from farflung.spec import is_carried
+from farflung.sim import (
+    RecordedReplica,
+    RecordedTraffic,
+    RetimedReplica,
+    TrafficRecorder,
+    VirtualWorld,
+    build_retimed_sink,
+)
+from farflung.spec import is_buildable
 from farflung.state_trees import save_tree
-from farflung.telemetry import Event, JsonLines, Sink, Telemetry, both
+from farflung.telemetry import Event, JsonLinesSink, Sink, Telemetry, combine_sinks
 from farflung.types import Decision, Json, State, Workload
 
 __all__ = [
-    "nowhere",
-    "one_thread",
-    "ready_to_simulate",
+    "begin_simulation",
+    "discard_event",
+    "limit_threads",
+    "limit_to_one_thread",
+    "list_timing_decisions",
     "retime",
     "retime_prepared",
+    "run_replica",
     "simulate",
     "simulate_prepared",
-    "timing_decisions",
-    "torch_threads",
-    "whole",
 ]
 
 
-MESSAGE_S = 1e-4
+MESSAGE_COST_S = 1e-4
 """Seconds to simulate one message on a current processor."""
-LONG_S = 10.0
+SLOW_EXCHANGE_S = 10.0
 """Seconds to simulate an exchange above which a warning is issued."""
-UNCHARGED: set[tuple[str, str]] = set()
+WARNED_UNCHARGED: set[tuple[str, str]] = set()
 """Devices and methods without rates that this process has warned of."""
 
 
-def nowhere(event: Event) -> None:
+def discard_event(event: Event) -> None:
     """Discards an event, as the default sink."""
     del event
 
@@ -74,8 +81,8 @@ def simulate(
     trace: bool = False,
     log_to: str = "",
     compute_on: str = "cpu",
-    show: Sink = nowhere,
-    stop_asked: Callable[[], bool] = lambda: False,
+    sink: Sink = discard_event,
+    should_stop: Callable[[], bool] = lambda: False,
     **settings: object,
 ) -> Run:
     """Trains in virtual time, with real arithmetic on a modelled clock, as ``farflung simulate`` does.
@@ -107,16 +114,16 @@ def simulate(
     """
     layer = {"workload": workload, "recipe": recipe, **settings}
     options = RunOptions(out=out, resume=resume, replay=replay, trace=trace, log_to=log_to, device=compute_on)
-    run = prepared(SimulatedConfig, layer, options=options, scratch=True)
-    return simulate_prepared(run, show, stop_asked=stop_asked)
+    run = prepare_run(SimulatedConfig, layer, options=options, is_temporary=True)
+    return simulate_prepared(run, sink, should_stop=should_stop)
 
 
 def simulate_prepared(
-    run: Prepared[SimulatedConfig],
-    show: Sink = nowhere,
+    run: PreparedRun[SimulatedConfig],
+    sink: Sink = discard_event,
     *,
-    stop_asked: Callable[[], bool] = lambda: False,
-    checkpointed: bool = True,
+    should_stop: Callable[[], bool] = lambda: False,
+    should_checkpoint: bool = True,
 ) -> Run:
     """Creates the folder and trains there in virtual time.
 
@@ -130,35 +137,37 @@ def simulate_prepared(
       BadInput: The folder holds another run, is in use, or cannot be written.
       RunLost: A replica was lost.
     """
-    with ready_to_simulate(run, stop_asked=stop_asked, checkpointed=checkpointed) as begin:
-        return begin(show)
+    with begin_simulation(run, should_stop=should_stop, should_checkpoint=should_checkpoint) as begin:
+        return begin(sink)
 
 
 @contextmanager
-def ready_to_simulate(
-    run: Prepared[SimulatedConfig], *, stop_asked: Callable[[], bool], checkpointed: bool = True
+def begin_simulation(
+    run: PreparedRun[SimulatedConfig], *, should_stop: Callable[[], bool], should_checkpoint: bool = True
 ) -> Iterator[Callable[[Sink], Run]]:
     """Creates and locks the folder, and yields a function that trains there with a given sink.
 
     Arguments and errors are those of :func:`simulate_prepared`.
     """
-    ranks = range(run.config.ranks)
+    ranks = range(run.config.max_ranks)
     devices = [
-        place(run.options.device, local_rank=rank, local_size=len(ranks), option="--compute-on")
+        select_device(run.options.device, local_rank=rank, local_size=len(ranks), option="--compute-on")
         for rank in ranks
     ]
-    log = run.log()
-    with run.begun(), log:
-        yield lambda sink: _simulated(run, devices, both(sink, log), stop_asked, checkpointed)
+    log = run.create_log()
+    with run.begin_run(), log:
+        yield lambda sink: _run_simulation(
+            run, devices, combine_sinks(sink, log), should_stop, should_checkpoint
+        )
 
 
 @contextmanager
-def _world_of(
-    run: Prepared[SimulatedConfig],
-) -> Iterator[tuple[VirtualWorld, list[JsonLines], Callable[..., Replica]]]:
+def _create_world(
+    run: PreparedRun[SimulatedConfig],
+) -> Iterator[tuple[VirtualWorld, list[JsonLinesSink], Callable[..., Replica]]]:
     """Yields the virtual world, the event file of each rank, and a function that creates replicas."""
     config, files = run.config, run.files
-    decisions = files.decision_log()
+    decisions = files.create_decision_log()
     world = config.make_world(decisions)
     shares = config.make_shares()
 
@@ -171,87 +180,94 @@ def _world_of(
         stack.callback(decisions.write)
         yield (
             world,
-            [stack.enter_context(JsonLines(files.telemetry(rank))) for rank in range(len(world.runtimes))],
+            [
+                stack.enter_context(JsonLinesSink(files.get_telemetry_path(rank)))
+                for rank in range(len(world.runtimes))
+            ],
             make,
         )
     world.injector.warn_of_missed()
 
 
-def _simulated(
-    run: Prepared[SimulatedConfig],
+def _run_simulation(
+    run: PreparedRun[SimulatedConfig],
     devices: list[torch.device],
-    show: Sink,
-    stop_asked: Callable[[], bool],
-    checkpointed: bool,
+    sink: Sink,
+    should_stop: Callable[[], bool],
+    should_checkpoint: bool,
 ) -> Run:
     config, files = run.config, run.files
     with (
-        _world_of(run) as (world, event_files, make),
-        TrafficRecorder(files.traffic, config.ranks) as recorder,
+        _create_world(run) as (world, event_files, make),
+        TrafficRecorder(files.traffic_path, config.max_ranks) as recorder,
     ):
         factories: list[Callable[[], Replica]] = []
         for rank, file in enumerate(event_files):
-            checkpoints = files.checkpoints(
-                rank, config.workers, leader=rank == 0, any_size=bool(config.elastic)
+            checkpoints = files.get_checkpoints(
+                rank, config.workers, is_leader=rank == 0, allows_any_size=bool(config.elastic)
             )
             factories.append(
                 partial(
                     make,
                     rank,
                     file,
-                    show,
-                    checkpoints=checkpoints if checkpointed else None,
-                    stop_asked=stop_asked,
+                    sink,
+                    checkpoints=checkpoints if should_checkpoint else None,
+                    stop_asked=should_stop,
                     trace=run.options.trace,
                     device=devices[rank],
                     kind=partial(RecordedReplica, recorder=recorder),
                 )
             )
         replicas = [create() for create in factories]
-        start = checkpoints.newest() if files.resumed else 0
+        start = checkpoints.find_newest() if files.is_resumed else 0
         for runtime in world.runtimes if config.elastic else ():
-            runtime.elastic = Elastic(
+            runtime.elastic = PaxosMembership(
                 runtime,
                 b"simulated",
-                least=config.least,
+                min_members=config.min_replicas,
                 quorum=config.quorum,
                 patience_s=config.deadline,
-                returns=True,
+                can_return=True,
                 first_step=start,
-                reach=replicas[0].parts.schedule.reach,
+                max_steps_ahead=replicas[0].components.schedule.max_steps_ahead,
                 members=range(config.workers),
             )
-        collective = settled_collective(world.settle_collective, config.recipe, replicas[0], start)
-        for replica in replicas if files.resumed else ():
+        collective = resolve_run_collective(world.resolve_collective, config.recipe, replicas[0], start)
+        for replica in replicas if files.is_resumed else ():
             replica.resume(start)
         if not config.make_faults().faults:
-            keep_once(replicas)
+            share_parameters(replicas)
         _warn_if_slow(world, config.recipe, replicas[0])
-        with one_thread():
-            summary, model = world.run([whole(*pair) for pair in zip(replicas, factories, strict=True)])[0]
-    save_tree(files.model, model)
-    return _ended(run, {**summary.to_json(), "collective": collective}, world)
+        with limit_to_one_thread():
+            summary, model = world.run(
+                [run_replica(*pair) for pair in zip(replicas, factories, strict=True)]
+            )[0]
+    save_tree(files.model_path, model)
+    return _finish_run(run, {**summary.to_json(), "collective": collective}, world)
 
 
 def _warn_if_slow(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None:
     """Warns before a run of exchanges that take long to simulate."""
-    auto = replica.runtime.comm.auto
+    auto = replica.runtime.comm.auto_collectives
     size, names = len(world.runtimes), [recipe.collective] * len(replica.bucket_specs)
     if recipe.collective == AUTO:
         names = [auto.get(spec.nbytes, "direct") for spec in replica.bucket_specs]
-    messages = sum(count(size) for name in names if (count := collective_named(name).messages))
-    if messages * MESSAGE_S >= LONG_S:
+    messages = sum(count(size) for name in names if (count := find_collective(name).count_messages))
+    if messages * MESSAGE_COST_S >= SLOW_EXCHANGE_S:
         logging.getLogger("farflung").warning(
             "an exchange of %s replicas by %s has about %s messages, which are simulated one by one: each will take "
             "about %s",
             f"{size:,}",
             ", ".join(dict.fromkeys(names)),
             f"{messages:,}",
-            timedelta(seconds=round(messages * MESSAGE_S)),
+            timedelta(seconds=round(messages * MESSAGE_COST_S)),
         )
 
 
-async def whole(replica: Replica, again: Callable[[], Replica] | None = None) -> tuple[Summary, State]:
+async def run_replica(
+    replica: Replica, rebuild: Callable[[], Replica] | None = None
+) -> tuple[Summary, State]:
     """Runs a replica to its end; returns its summary and the trained model.
 
     Args:
@@ -260,13 +276,13 @@ async def whole(replica: Replica, again: Callable[[], Replica] | None = None) ->
     """
     while True:
         try:
-            result = await replica.run(), await replica.trained()
+            result = await replica.run(), await replica.get_consensus_state()
             if replica.runtime.elastic is not None:
-                await replica.runtime.elastic.finish(replica.step_done)
-        except Suspended:
-            if again is None:
+                await replica.runtime.elastic.finish(replica.completed_steps)
+        except ReplicaSuspended:
+            if rebuild is None:
                 raise
-            replica = again()
+            replica = rebuild()
         else:
             return result
 
@@ -277,7 +293,7 @@ def retime(
     network: str | NetworkProfile | None = None,
     device: str | DeviceProfile | None = None,
     out: Path | str | None = None,
-    show: Sink = nowhere,
+    sink: Sink = discard_event,
 ) -> Run:
     """Recomputes the times of a simulated run for another network or device, without its arithmetic.
 
@@ -303,16 +319,16 @@ def retime(
         if not isinstance(original, SimulatedConfig):
             raise ConfigError(f"{run.folder}: a run of real workers; only simulated ones can be retimed")
     else:
-        with naming(source.config):
-            original = SimulatedConfig.resolve(SimulatedConfig.stored_in(source))
+        with prefix_errors(source.config_path):
+            original = SimulatedConfig.resolve(SimulatedConfig.load_settings(source))
     config = replace(original, network=network or original.network, device=device or original.device)
     shares = config.check()
-    scratch = Scratch() if out is None else None
+    scratch = TempFolder() if out is None else None
     files = RunFolder(Path(str(out)) if scratch is None else scratch.path / "run")
-    return retime_prepared(Prepared(config, files, shares, scratch=scratch), source, show)
+    return retime_prepared(PreparedRun(config, files, shares, temp_folder=scratch), source, sink)
 
 
-def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sink = nowhere) -> Run:
+def retime_prepared(run: PreparedRun[SimulatedConfig], source: RunFolder, sink: Sink = discard_event) -> Run:
     """Recomputes the times of a stored run for another network or device, in a new folder.
 
     Args:
@@ -324,77 +340,79 @@ def retime_prepared(run: Prepared[SimulatedConfig], stored: RunFolder, show: Sin
       BadInput: The run cannot be retimed.
     """
     config, files = run.config, run.files
-    events, checkpointed = _retimable(stored, config)
-    kind = partial(Retimed, traffic=Traffic.read(stored.traffic), checkpointed=checkpointed)
-    replay = stored.decisions if stored.decisions.exists() else None
-    with replace(run, options=RunOptions(replay=replay)).begun():
-        with _world_of(run) as (world, event_files, make):
+    events, checkpointed = _load_retimable(source, config)
+    kind = partial(
+        RetimedReplica, traffic=RecordedTraffic.read(source.traffic_path), has_checkpoints=checkpointed
+    )
+    replay = source.decisions_path if source.decisions_path.exists() else None
+    with replace(run, options=RunOptions(replay=replay)).begin_run():
+        with _create_world(run) as (world, event_files, make):
             replicas = [
-                make(rank, retimed_events(events[rank], file, show), kind=kind)
+                make(rank, build_retimed_sink(events[rank], file, sink), kind=kind)
                 for rank, file in enumerate(event_files)
             ]
-            settle = partial(world.settle_collective, fresh=True)
-            collective = settled_collective(settle, config.recipe, replicas[0])
+            settle = partial(world.resolve_collective, ignores_replay=True)
+            collective = resolve_run_collective(settle, config.recipe, replicas[0])
             _warn_if_slow(world, config.recipe, replicas[0])
             wrong = "cannot be retimed by its events and its traffic; simulate it anew"
-            with reading(stored.path, wrong, DataError), one_thread():
+            with wrap_read_errors(source.path, wrong, DataError), limit_to_one_thread():
                 world.run([replica.run() for replica in replicas])
-        if stored.model.exists():
-            write_whole(files.model, partial(shutil.copyfile, stored.model))
-        (end,) = (event for event in files.events()[0] if event["event"] == "end")
+        if source.model_path.exists():
+            write_atomically(files.model_path, partial(shutil.copyfile, source.model_path))
+        (end,) = (event for event in files.load_events()[0] if event["event"] == "end")
         summary = {key: value for key, value in end.items() if key not in ("event", "rank", "t")}
-        return _ended(run, {**summary, "collective": collective}, world)
+        return _finish_run(run, {**summary, "collective": collective}, world)
 
 
-def timing_decisions(stored: RunFolder) -> list[Decision]:
+def list_timing_decisions(source: RunFolder) -> list[Decision]:
     """Lists the decisions of a run that could differ on another network."""
-    return [decision for decision in stored.decided() if decision.timing]
+    return [decision for decision in source.load_decisions() if decision.timing]
 
 
-def _retimable(stored: RunFolder, config: RunConfig) -> tuple[dict[int, list[Event]], bool]:
+def _load_retimable(source: RunFolder, config: RunConfig) -> tuple[dict[int, list[Event]], bool]:
     """Checks that a run can be retimed; returns its events, and True if it saved checkpoints."""
-    timing = timing_decisions(stored)
+    timing = list_timing_decisions(source)
     if timing:
         raise ConfigError(
-            f"{stored.path}: its learning depended on the network: it decided {timing[0].name!r} by time or arrival "
+            f"{source.path}: its learning depended on the network: it decided {timing[0].name!r} by time or arrival "
             f"at step {timing[0].step}; simulate it anew instead"
         )
-    if config.recipe.parts(config.seed).sharing.data_leaves_device:
+    if config.recipe.build_components(config.seed).sharing.has_data_transfers:
         raise ConfigError(
-            f"{stored.path}: its replicas sent samples (--sharing {config.recipe.members['sharing']}), which is not "
+            f"{source.path}: its replicas sent samples (--sharing {config.recipe.component_texts['sharing']}), which is not "
             "recorded; simulate it anew instead"
         )
-    events = stored.events()
+    events = source.load_events()
     kinds = [event["event"] for event in events.get(0, [])]
     if len(events) != config.workers or "end" not in kinds:
-        raise CheckpointError(f"{stored.path}: the run has not come to its end")
+        raise CheckpointError(f"{source.path}: the run has not come to its end")
     if kinds.count("begin") > 1:
-        raise ConfigError(f"{stored.path}: the run was resumed, and only one in one piece can be retimed")
+        raise ConfigError(f"{source.path}: the run was resumed, and only one in one piece can be retimed")
     return events, "checkpoint" in kinds
 
 
-def _ended(run: Prepared[SimulatedConfig], summary: dict[str, Json], world: VirtualWorld) -> Run:
+def _finish_run(run: PreparedRun[SimulatedConfig], summary: dict[str, Json], world: VirtualWorld) -> Run:
     """Stores the summary of a run, and warns of methods whose coding time is not modelled."""
-    bottleneck = slowest(run.files.events())
+    bottleneck = find_bottleneck(run.files.load_events())
     full_summary: dict[str, Json] = {
         **summary,
-        **coding_told(world, resumed=run.files.resumed),
+        **summarize_coding(world, is_resumed=run.files.is_resumed),
         **({"slowest": bottleneck} if bottleneck else {}),
-        "partition": run.config.split_json(),
-        "simulated": run.config.world_json(),
+        "partition": run.config.describe_partition(),
+        "simulated": run.config.describe_world(),
     }
-    write_json(run.files.summary, full_summary)
+    write_json(run.files.summary_path, full_summary)
     _warn_of_uncharged(run.config, full_summary.get("coding_not_charged", []))
-    return run.ended(full_summary)
+    return run.build_result(full_summary)
 
 
-def one_thread() -> AbstractContextManager[None]:
+def limit_to_one_thread() -> AbstractContextManager[None]:
     """Limits torch to one thread within the context, as in workers that share a machine; results depend on it."""
-    return torch_threads(1)
+    return limit_threads(1)
 
 
 @contextmanager
-def torch_threads(count: int) -> Iterator[None]:
+def limit_threads(count: int) -> Iterator[None]:
     """Sets the number of torch threads within the context."""
     previous = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -407,17 +425,17 @@ def torch_threads(count: int) -> Iterator[None]:
 # --- coding whose time is not modelled ------------------------------------------------------------
 
 
-def coding_told(world: VirtualWorld, *, resumed: bool) -> dict[str, Json]:
+def summarize_coding(world: VirtualWorld, *, is_resumed: bool) -> dict[str, Json]:
     """Summarizes coding times; empty if devices have no rates.
 
     ``coding_s`` is rank 0's seconds of coding and moving messages, unless the run was resumed. ``coding_not_charged``
     lists methods that lack a rate for some of their work.
     """
-    lanes = [runtime.lane for runtime in world.runtimes if runtime.lane is not None]
+    lanes = [runtime.coding_processor for runtime in world.runtimes if runtime.coding_processor is not None]
     if not lanes:
         return {}
-    unknown: list[Json] = list(dict.fromkeys(method for lane in lanes for method in lane.not_charged))
-    times: dict[str, Json] = {} if resumed else {"coding_s": lanes[0].busy_s}
+    unknown: list[Json] = list(dict.fromkeys(method for lane in lanes for method in lane.uncharged_methods))
+    times: dict[str, Json] = {} if is_resumed else {"coding_s": lanes[0].busy_s}
     return {**times, **({"coding_not_charged": unknown} if unknown else {})}
 
 
@@ -426,11 +444,11 @@ def _warn_of_uncharged(config: SimulatedConfig, methods: Any) -> None:
 
     Methods are identified by the text of a codec or reducer; custom reducers may use another name.
     """
-    device, reducer = str(config.world_json()["device"]), str(config.recipe.members["reducer"])
-    new = [method for method in methods if (device, method) not in UNCHARGED]
-    UNCHARGED.update((device, method) for method in new)
-    calibrations = {method: _calibrated_as(method, reducer) for method in new}
-    measurable = [method for method, (_, text) in calibrations.items() if is_carried(text)]
+    device, reducer = str(config.describe_world()["device"]), str(config.recipe.component_texts["reducer"])
+    new = [method for method in methods if (device, method) not in WARNED_UNCHARGED]
+    WARNED_UNCHARGED.update((device, method) for method in new)
+    calibrations = {method: _find_calibration_option(method, reducer) for method in new}
+    measurable = [method for method, (_, text) in calibrations.items() if is_buildable(text)]
     command = ["farflung calibrate"]
     for option in ("--codecs", "--reducers"):
         texts = dict.fromkeys(
@@ -449,13 +467,13 @@ def _warn_of_uncharged(config: SimulatedConfig, methods: Any) -> None:
             )
 
 
-def _calibrated_as(method: str, reducer: str) -> tuple[str, str]:
+def _find_calibration_option(method: str, reducer: str) -> tuple[str, str]:
     """Returns the option of ``farflung calibrate`` that measures a method, and its text; plain sums need none."""
     if not method:
         return "", method
     name = method.partition("(")[0]
     if name in REDUCERS or method == reducer:
         return "--reducers", method
-    if name in CODECS or ":" in name or not is_carried(method):
+    if name in CODECS or ":" in name or not is_buildable(method):
         return "--codecs", method
     return "--reducers", reducer if ":" in reducer else f"<{method}>"

@@ -8,13 +8,15 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["asked_to_stop", "on_stop"]
+__all__ = ["handle_stop_signals", "watch_stop_signals"]
 
-_STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @contextmanager
-def on_stop(ask: Callable[[], object], signals: Collection[signal.Signals] = _STOPS) -> Iterator[None]:
+def handle_stop_signals(
+    handle_stop: Callable[[], object], signals: Collection[signal.Signals] = _STOP_SIGNALS
+) -> Iterator[None]:
     """Calls a function at every stop signal within the context; does nothing outside the main thread.
 
     If SIGHUP was ignored before, as under ``nohup``, it stays ignored.
@@ -22,7 +24,7 @@ def on_stop(ask: Callable[[], object], signals: Collection[signal.Signals] = _ST
 
     def handle(number: int, frame: FrameType | None) -> None:
         del number, frame
-        ask()
+        handle_stop()
 
     is_main = threading.current_thread() is threading.main_thread()
     ignored_signals = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
@@ -35,14 +37,14 @@ def on_stop(ask: Callable[[], object], signals: Collection[signal.Signals] = _ST
 
 
 @contextmanager
-def asked_to_stop(begun: Callable[[], bool] = lambda: True) -> Iterator[threading.Event]:
+def watch_stop_signals(has_begun: Callable[[], bool] = lambda: True) -> Iterator[threading.Event]:
     """Yields an event that the first stop signal sets; the second, or one before work begins, interrupts."""
     stop_requested = threading.Event()
 
     def request_stop() -> None:
-        if stop_requested.is_set() or not begun():
+        if stop_requested.is_set() or not has_begun():
             raise KeyboardInterrupt
         stop_requested.set()
 
-    with on_stop(request_stop):
+    with handle_stop_signals(request_stop):
         yield stop_requested

@@ -12,32 +12,32 @@ from typing import Any
 
 import torch.distributed as dist
 
-from farflung.calibration import forward_flops
+from farflung.calibration import count_forward_flops
 from farflung.comm import Endpoint
-from farflung.devices import device_profile
-from farflung.engine import place
+from farflung.devices import find_device
+from farflung.engine import select_device
 from farflung.errors import ConfigError
 from farflung.membership import Page
 from farflung.recipes import Recipe
 from farflung.runs.config import RunConfig, RunOptions, Settings
-from farflung.runs.events import EVENTS, Buffered, teller
-from farflung.runs.joining import JOIN_S, agreed_folder, join
+from farflung.runs.events import EVENTS_VARIABLE, BufferedSink, connect_event_sink
+from farflung.runs.joining import CONNECT_TIMEOUT_S, agree_on_folder, join_run
 from farflung.runs.launching import launch
-from farflung.runs.preparing import Prepared, prepared, run_folder
+from farflung.runs.preparing import PreparedRun, name_run_folder, prepare_run
 from farflung.runs.result import Run
-from farflung.runs.simulation import nowhere
-from farflung.telemetry import Sink, both
+from farflung.runs.simulation import discard_event
+from farflung.telemetry import Sink, combine_sinks
 from farflung.types import Workload
 from farflung.wall import LaunchEnv
 
-__all__ = ["prepare_training", "ready_to_train", "train"]
+__all__ = ["begin_training", "prepare_training", "train"]
 
 
 def train(
     workload: str | Workload | Callable[..., Workload] | None = None,
     recipe: str | Recipe | None = None,
     *,
-    show: Sink = nowhere,
+    sink: Sink = discard_event,
     **settings: object,
 ) -> Run:
     """Trains on real workers, as ``farflung train`` does.
@@ -67,11 +67,11 @@ def train(
     run = prepare_training(
         {"workload": workload, "recipe": recipe, **settings}, options=RunOptions(**options)
     )
-    with ready_to_train(run) as begin:
-        return begin(show)
+    with begin_training(run) as begin:
+        return begin(sink)
 
 
-def prepare_training(*layers: Settings, options: RunOptions = RunOptions()) -> Prepared[RunConfig]:
+def prepare_training(*layers: Settings, options: RunOptions = RunOptions()) -> PreparedRun[RunConfig]:
     """Prepares a run of real workers, see :func:`farflung.runs.prepare_run`.
 
     Under a launcher, only rank 0 checks the run, and it publishes a new folder to the other ranks through the store.
@@ -80,28 +80,28 @@ def prepare_training(*layers: Settings, options: RunOptions = RunOptions()) -> P
       BadInput: The run cannot work, or the number of workers differs from the launcher's.
     """
     env = LaunchEnv.read()
-    prepare = partial(prepared, RunConfig, options=options)
+    prepare = partial(prepare_run, RunConfig, options=options)
     encryption: Settings = {"encrypt": True} if options.endpoint.encrypt else {}
     if env is None:
         return prepare(*layers, encryption)
     workers = layers[-1].get("workers") if layers else None
     if workers not in (None, env.size):
-        raise ConfigError(f"--workers {workers}: {env.started_by} has started {env.size}")
+        raise ConfigError(f"--workers {workers}: {env.launcher} has started {env.size}")
     store: dist.Store | None = None
 
     def name_folder(title: str) -> Path:
         nonlocal store
-        store = env.store(JOIN_S)
-        return run_folder(title) if store is None else agreed_folder(store, env.rank, title)
+        store = env.connect_store(CONNECT_TIMEOUT_S)
+        return name_run_folder(title) if store is None else agree_on_folder(store, env.rank, title)
 
     layer = {**encryption, "workers": env.size}
-    run = prepare(*layers, layer, check=env.rank == 0, folder=name_folder)
+    run = prepare(*layers, layer, should_check=env.rank == 0, name_folder=name_folder)
     return replace(run, store=store)
 
 
 @contextmanager
-def ready_to_train(
-    run: Prepared[RunConfig],
+def begin_training(
+    run: PreparedRun[RunConfig],
 ) -> Iterator[Callable[[Sink], Run]]:
     """Creates and locks the folder, and yields a function that trains there with a given sink.
 
@@ -109,8 +109,8 @@ def ready_to_train(
       BadInput: This machine cannot run it; nothing has been created.
     """
     config, options, endpoint = run.config, run.options, run.options.endpoint
-    parts, members = config.recipe.parts(config.seed), config.recipe.members
-    if options.data_stays and parts.sharing.data_leaves_device:
+    parts, members = config.recipe.build_components(config.seed), config.recipe.component_texts
+    if options.data_stays and parts.sharing.has_data_transfers:
         raise ConfigError(
             f"--data-stays: --sharing {members['sharing']} sends samples to other replicas: leave out "
             "--data-stays, or choose --sharing none"
@@ -124,14 +124,18 @@ def ready_to_train(
                 "give the host alone, and a --port range that is forwarded as it is"
             )
 
-        log = run.log() if env.rank == 0 else nullcontext(nowhere)
+        log = run.create_log() if env.rank == 0 else nullcontext(discard_event)
 
         def train_replica(user_sink: Sink) -> Run:
-            sink = both(user_sink, teller(os.environ[EVENTS])) if EVENTS in os.environ else user_sink
-            with log as log_sink, Buffered(both(sink, log_sink)) as buffered_sink:
-                return join(run, buffered_sink, env, Page.inherited())
+            sink = (
+                combine_sinks(user_sink, connect_event_sink(os.environ[EVENTS_VARIABLE]))
+                if EVENTS_VARIABLE in os.environ
+                else user_sink
+            )
+            with log as log_sink, BufferedSink(combine_sinks(sink, log_sink)) as buffered_sink:
+                return join_run(run, buffered_sink, env, Page.from_environment())
 
-        with run.begun() if env.rank == 0 else nullcontext():
+        with run.begin_run() if env.rank == 0 else nullcontext():
             yield train_replica
         return
     if replace(endpoint, encrypt=False) != Endpoint():
@@ -139,10 +143,10 @@ def ready_to_train(
             "--interface, --port, --advertise, --keys and --connections are for several machines: start this under "
             "torchrun there"
         )
-    config.check_carried()
-    place(options.device, local_size=config.workers)
+    config.check_buildable()
+    select_device(options.device, local_size=config.workers)
     if options.pace is not None:
-        device_profile(options.pace, forward_flops=forward_flops(config.task))
-    log = run.log()
-    with run.begun(), log:
-        yield lambda sink: launch(run, both(sink, log))
+        find_device(options.pace, forward_flops=count_forward_flops(config.task))
+    log = run.create_log()
+    with run.begin_run(), log:
+        yield lambda sink: launch(run, combine_sinks(sink, log))

@@ -27,23 +27,23 @@ import torch
 
 # Modules that a configuration imports lazily are imported here, once for all workers.
 import farflung.optimizers
-import farflung.recipes.parts
+import farflung.recipes.components
 import farflung.workloads  # noqa: F401
-from farflung.errors import FarflungError, Left, RunLost
-from farflung.membership import Page, certify
+from farflung.errors import FarflungError, ReplicaLeft, RunLost
+from farflung.membership import Page, announce_end
 from farflung.runs.config import RunConfig, RunOptions
-from farflung.runs.events import Buffered, teller
+from farflung.runs.events import BufferedSink, connect_event_sink
 from farflung.runs.folder import RunFolder
-from farflung.runs.joining import join
-from farflung.runs.preparing import Prepared
+from farflung.runs.joining import join_run
+from farflung.runs.preparing import PreparedRun
 from farflung.telemetry import Event
 from farflung.wall import LaunchEnv
 
 __all__ = ["Job", "serve"]
 
-DELIVERY_LOOK_S = 0.1
+DELIVERY_POLL_S = 0.1
 """Seconds between checks for an abandoned run while certificates are delivered."""
-REPORT_S = 5.0
+REPORT_WAIT_S = 5.0
 """Seconds for surviving workers to report a lost rank before this process does."""
 
 
@@ -63,22 +63,22 @@ class Job:
     """
 
     folder: str
-    resumed: bool
+    is_resumed: bool
     workers: int
-    scratch: str
+    temp_folder: str
     device: str
     pace: str | None
     trace: bool
-    elastic: bool
+    is_elastic: bool
 
     @property
     def files(self) -> RunFolder:
-        return RunFolder(Path(self.folder), resumed=self.resumed)
+        return RunFolder(Path(self.folder), is_resumed=self.is_resumed)
 
     @property
     def events(self) -> str:
         """Address of the event socket."""
-        return f"{self.scratch}/events"
+        return f"{self.temp_folder}/events"
 
 
 def serve(pipe: int) -> int:
@@ -96,7 +96,7 @@ def serve(pipe: int) -> int:
     if not line.endswith(b"\n"):
         return 0
     job = Job(**json.loads(line))
-    with job.files.log.open("ab") as log:
+    with job.files.log_path.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     if job.workers > 1:
@@ -105,12 +105,14 @@ def serve(pipe: int) -> int:
     gc.collect()
     gc.freeze()
     context = multiprocessing.get_context("fork")
-    pages = [Page() if job.elastic else None for _ in range(job.workers)]
-    workers = [context.Process(target=_train, args=(job, rank, page)) for rank, page in enumerate(pages)]
+    pages = [Page() if job.is_elastic else None for _ in range(job.workers)]
+    workers = [
+        context.Process(target=_train_replica, args=(job, rank, page)) for rank, page in enumerate(pages)
+    ]
     for worker in workers:
         worker.start()
     running_ranks = {worker.sentinel: rank for rank, worker in enumerate(workers)}
-    send_event, lost_events, report_at_s = teller(job.events), list[Event](), 0.0
+    send_event, lost_events, report_at_s = connect_event_sink(job.events), list[Event](), 0.0
     deliveries: list[threading.Thread] = []
     while running_ranks:
         timeout_s = max(0.0, report_at_s - time.monotonic()) if report_at_s else None
@@ -125,20 +127,22 @@ def serve(pipe: int) -> int:
             workers[rank].join()
             code = workers[rank].exitcode or 0
             if code and (page := pages[rank]) is not None:
-                deliveries += certify(page, code)
+                deliveries += announce_end(page, code)
             if code < 0:
                 message = f"rank {rank} was ended by {signal.Signals(-code).name}"
                 print(message, file=sys.stderr)
-                if job.elastic and running_ranks:
+                if job.is_elastic and running_ranks:
                     send_event({"event": "lost", "rank": rank, "message": message})
                     continue
-                lost_events.append(_error_event(rank, f"{message} (see {job.files.log})", 1, own=False))
-                report_at_s = report_at_s or time.monotonic() + REPORT_S
+                lost_events.append(
+                    _build_error_event(rank, f"{message} (see {job.files.log_path})", 1, is_own=False)
+                )
+                report_at_s = report_at_s or time.monotonic() + REPORT_WAIT_S
     for event in lost_events[:1]:
         send_event(event)
     for delivery in deliveries:  # members on other machines may need the certificate to continue
         while delivery.is_alive():
-            delivery.join(DELIVERY_LOOK_S)
+            delivery.join(DELIVERY_POLL_S)
             if wait([pipe], 0.0):
                 _kill(workers, job)
     return 1 if lost_events else 0
@@ -150,38 +154,38 @@ def _kill(workers: Sequence[BaseProcess], job: Job) -> NoReturn:
         worker.kill()
     for worker in workers:
         worker.join()
-    shutil.rmtree(job.scratch, ignore_errors=True)  # no worker can write any more
+    shutil.rmtree(job.temp_folder, ignore_errors=True)  # no worker can write any more
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("this process is in the group")
 
 
-def _train(job: Job, rank: int, page: Page | None) -> None:
+def _train_replica(job: Job, rank: int, page: Page | None) -> None:
     """Trains as one replica; sends its events, and any error, to the process that started the run."""
-    env = LaunchEnv(rank, job.workers, rank, job.workers, Path(job.scratch, "meeting"))
+    env = LaunchEnv(rank, job.workers, rank, job.workers, Path(job.temp_folder, "meeting"))
     code = 0
-    with Buffered(teller(job.events)) as sink:
+    with BufferedSink(connect_event_sink(job.events)) as sink:
         try:
-            config = RunConfig.resolve(job.files.stored_config())
+            config = RunConfig.resolve(job.files.load_config())
             options = RunOptions(device=job.device, pace=job.pace, trace=job.trace)
-            join(Prepared(config, job.files, options=options), sink, env, page)
-        except Left:
+            join_run(PreparedRun(config, job.files, options=options), sink, env, page)
+        except ReplicaLeft:
             pass
         except FarflungError as error:
             is_own = not isinstance(error, RunLost) or getattr(error, "step", None) is not None
             code = error.exit_code
-            sink(_error_event(rank, str(error), code, own=is_own))
+            sink(_build_error_event(rank, str(error), code, is_own=is_own))
             print(f"rank {rank}: {error}", file=sys.stderr)
         except Exception as error:
             code = 1
-            message = f"rank {rank} failed: {type(error).__name__}: {error} (see {job.files.log})"
-            sink(_error_event(rank, message, code, own=True))
+            message = f"rank {rank} failed: {type(error).__name__}: {error} (see {job.files.log_path})"
+            sink(_build_error_event(rank, message, code, is_own=True))
             traceback.print_exc()
     sys.exit(code)
 
 
-def _error_event(rank: int, message: str, exit_code: int, *, own: bool) -> Event:
+def _build_error_event(rank: int, message: str, exit_code: int, *, is_own: bool) -> Event:
     """Builds an error event; ``is_own`` is False if the error is the loss of another rank."""
-    return {"event": "error", "rank": rank, "message": message, "exit_code": exit_code, "own": own}
+    return {"event": "error", "rank": rank, "message": message, "exit_code": exit_code, "own": is_own}
 
 
 if __name__ == "__main__":

@@ -2,42 +2,42 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 from farflung.spec import Registry
 from farflung.types import Sampler
 
 if TYPE_CHECKING:
     from farflung.sampling.bacc import Bacc
-    from farflung.sampling.balanced import Balanced, balanced_counts
+    from farflung.sampling.balanced import BalancedSampler, compute_balanced_counts
     from farflung.sampling.gain import Gain
     from farflung.sampling.grouped_importance import GroupedImportance
-    from farflung.sampling.rules import Rule
+    from farflung.sampling.rules import DrawRule
     from farflung.sampling.scoring import ScoringSampler
-    from farflung.sampling.uniform import Uniform
+    from farflung.sampling.uniform import UniformSampler
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
             "bacc": "Bacc",
-            "balanced": "Balanced balanced_counts",
+            "balanced": "BalancedSampler compute_balanced_counts",
             "gain": "Gain",
             "grouped_importance": "GroupedImportance",
-            "rules": "Rule",
+            "rules": "DrawRule",
             "scoring": "ScoringSampler",
-            "uniform": "Uniform",
+            "uniform": "UniformSampler",
         },
     )
 
 __all__ = [
     "SAMPLERS",
     "Bacc",
-    "Balanced",
+    "BalancedSampler",
+    "DrawRule",
     "Gain",
     "GroupedImportance",
-    "Rule",
     "ScoringSampler",
-    "Uniform",
-    "balanced_counts",
+    "UniformSampler",
+    "compute_balanced_counts",
 ]
 
 SAMPLERS: Registry[Sampler] = Registry(

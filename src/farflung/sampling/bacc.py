@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from farflung.files import deciding
-from farflung.options import part_option, whole_option
-from farflung.types import Decision, Json, Spare, State
+from farflung.files import wrap_decision_errors
+from farflung.options import check_fraction, check_integer
+from farflung.types import Decision, Json, ScoringTimes, State
 
 __all__ = ["Bacc"]
 
@@ -44,14 +44,16 @@ class Bacc:
     """
 
     def __init__(self, name: str, chunk: int, every: int, share: float) -> None:
-        whole_option(name, "chunk", chunk, 1)
-        whole_option(name, "every", every, 1)
-        part_option(name, "share", share)
-        self._chunk, self._every, self._share = chunk, every, share
-        self._chunks = 1
-        self._forget()
+        check_integer(name, "chunk", chunk, 1)
+        check_integer(name, "every", every, 1)
+        check_fraction(name, "share", share)
+        self._chunk, self._period, self._share = chunk, every, share
+        self._num_chunks = 1
+        self._reset()
 
-    def chunks(self, step: int, most: int, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> int:
+    def choose_chunks(
+        self, step: int, max_chunks: int, decide: Callable[[str, int, Callable[[], Json]], Decision]
+    ) -> int:
         """Chooses the number of chunks to score; called once a step.
 
         Args:
@@ -62,46 +64,46 @@ class Bacc:
         Raises:
           ConfigError: The decision comes from a log, and not of such a run.
         """
-        if step > 0 and (step - 1) % self._every == 0:
-            decision = decide("group", step, lambda: self._choice(most))
-            with deciding("group", step):
+        if step > 0 and (step - 1) % self._period == 0:
+            decision = decide("group", step, lambda: self._compute_chunks(max_chunks))
+            with wrap_decision_errors("group", step):
                 if type(decision.value) is not int or decision.value < 1:
                     raise ValueError(f"{decision.value!r} chunks")
-                self._chunks = decision.value
-            self._forget()
-        return min(self._chunks, most)
+                self._num_chunks = decision.value
+            self._reset()
+        return min(self._num_chunks, max_chunks)
 
-    def observe(self, spare: Spare) -> None:
+    def record_times(self, times: ScoringTimes) -> None:
         """Records the times of a step."""
         self._steps += 1
-        self._budget_s += self._share * spare.compute_s if spare.overlaps else spare.wait_s
-        self._scoring_s += spare.scoring_s
-        self._scored += spare.scored
+        self._budget_s += self._share * times.compute_s if times.has_overlap else times.wait_s
+        self._scoring_s += times.scoring_s
+        self._num_scored += times.num_scored
 
     def state_dict(self) -> State:
         """Returns the number of chunks, and the measurements since it was chosen."""
         return {
-            "chunks": self._chunks,
+            "chunks": self._num_chunks,
             "steps": self._steps,
             "budget_s": self._budget_s,
             "scoring_s": self._scoring_s,
-            "scored": self._scored,
+            "scored": self._num_scored,
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._chunks = int(state["chunks"])
-        self._steps, self._scored = int(state["steps"]), int(state["scored"])
+        self._num_chunks = int(state["chunks"])
+        self._steps, self._num_scored = int(state["steps"]), int(state["scored"])
         self._budget_s, self._scoring_s = float(state["budget_s"]), float(state["scoring_s"])
 
-    def _forget(self) -> None:
-        self._steps, self._scored = 0, 0
+    def _reset(self) -> None:
+        self._steps, self._num_scored = 0, 0
         self._budget_s, self._scoring_s = 0.0, 0.0
 
-    def _choice(self, most: int) -> int:
+    def _compute_chunks(self, max_chunks: int) -> int:
         """Computes the number from the measurements; keeps the previous one if there are none."""
-        if not self._scored:
-            return self._chunks
+        if not self._num_scored:
+            return self._num_chunks
         if not self._scoring_s:
-            return most
-        budget_s, chunk_s = self._budget_s / self._steps, self._chunk * self._scoring_s / self._scored
+            return max_chunks
+        budget_s, chunk_s = self._budget_s / self._steps, self._chunk * self._scoring_s / self._num_scored
         return max(1, math.floor(budget_s / chunk_s))

@@ -11,24 +11,24 @@ from typing_extensions import override
 from farflung.engine import Arrival, Extension, Flight, StepMetadata
 from farflung.types import Decision, Json, Reducer, Runtime, Schedule, State
 
-__all__ = ["Gain", "MeasuredGain"]
+__all__ = ["Gain", "GainExtension"]
 
-ON, OFF = 1.1, 1.05
+GAIN_ON, GAIN_OFF = 1.1, 1.05
 """Gains above which drawing by scores starts, and below which it stops."""
-STEPS = 100
+MIN_STEPS = 100
 """Smallest number of steps between two choices."""
-MEMORY = 0.995
+DECAY = 0.995
 """Share of a moving sum that remains after each step."""
-SETTLING = 3
+SETTLING_STEPS = 3
 """Number of steps after a choice that may still have batches of the previous rule; they are not measured."""
-MISS = 2.0
+MAX_VARIANCE_EXCESS = 2.0
 """Factor by which the variance under rule ``two`` may exceed the prediction."""
-PAUSE = 1000
+PAUSE_STEPS = 1000
 """Number of steps for which rule ``two`` is excluded after that."""
-LOOK = 20
+PROBE_PERIOD = 20
 """Number of steps between two scored batches while none is drawn by scores."""
-NOISE = ("spread", "square", "shares")
-MOMENTS = ("first", "second", "uniform", "pool")
+NOISE_NAMES = ("spread", "square", "shares")
+MOMENT_NAMES = ("first", "second", "uniform", "pool")
 
 
 class Gain:
@@ -62,20 +62,20 @@ class Gain:
     """
 
     def __init__(self, rule: str) -> None:
-        self._auto = rule == "auto"
-        self.rule = "pool" if self._auto else rule
+        self._is_auto = rule == "auto"
+        self.rule = "pool" if self._is_auto else rule
         """Rule for choosing candidates: ``uniform`` for none, ``pool`` or ``two``."""
-        self.streams = False
+        self.is_streaming = False
         """True if samples stream in, which excludes rule ``two``."""
-        self._why: str | None = None
+        self._undefined_reason: str | None = None
         self.steps = {"uniform": 0, "pool": 0, "two": 0}
         """Number of batches of this replica by each rule."""
-        self._told = dict.fromkeys((*NOISE, *MOMENTS), 0.0)
-        self._scale, self._pause = 0.0, 0
+        self._pending = dict.fromkeys((*NOISE_NAMES, *MOMENT_NAMES), 0.0)
+        self._scale, self._pause_steps = 0.0, 0
         self._sums: dict[str, float] = {}
         self._restart()
 
-    def begins(self, why: str) -> tuple[str, ...]:
+    def begin_run(self, reason: str) -> tuple[str, ...]:
         """Prepares for the first step of a run.
 
         Args:
@@ -84,14 +84,14 @@ class Gain:
         Returns:
           The names of the numbers that the metadata carries.
         """
-        self._why = why
-        if self._auto:
+        self._undefined_reason = reason
+        if self._is_auto:
             self.rule = "uniform"
-        return () if why else (*NOISE, *MOMENTS)
+        return () if reason else (*NOISE_NAMES, *MOMENT_NAMES)
 
     # --- measurements of this replica ---------------------------------------------------------------------------------
 
-    def judge(self, moments: tuple[float, float, float], part: float) -> None:
+    def record_scores(self, moments: tuple[float, float, float], batch_fraction: float) -> None:
         """Records the moments of a group of scores.
 
         Args:
@@ -99,12 +99,17 @@ class Gain:
           batch_fraction: b/M.
         """
         drawn, first, uniform = moments
-        moments_sums = (part * first, (1 - part) * drawn, uniform, part * uniform)
-        self._told.update(zip(MOMENTS, moments_sums, strict=True))
-        if self._why is None:
-            self.learn(self.tell())
+        moments_sums = (
+            batch_fraction * first,
+            (1 - batch_fraction) * drawn,
+            uniform,
+            batch_fraction * uniform,
+        )
+        self._pending.update(zip(MOMENT_NAMES, moments_sums, strict=True))
+        if self._undefined_reason is None:
+            self.did_change_rule(self.drain())
 
-    def measured(self, own: float, mean: float, share: float, *, first: bool) -> None:
+    def record_norms(self, local_square: float, mean_square: float, share: float, *, is_rank_0: bool) -> None:
         r"""Records the norms of a step's exchange.
 
         Args:
@@ -113,43 +118,43 @@ class Gain:
           share: :math:`p_k`.
           is_rank_0: True on rank 0, which reports C for all, since its last digits may differ between ranks.
         """
-        terms = (share * own - mean * first, mean * first, share**2)
-        self._told.update(zip(NOISE, terms, strict=True))
+        terms = (share * local_square - mean_square * is_rank_0, mean_square * is_rank_0, share**2)
+        self._pending.update(zip(NOISE_NAMES, terms, strict=True))
 
-    def tell(self) -> dict[str, float]:
+    def drain(self) -> dict[str, float]:
         """Returns the measurements since the last call, to be summed over the replicas, and clears them."""
-        if self._why:
+        if self._undefined_reason:
             return {}
-        pending, self._told = self._told, dict.fromkeys(self._told, 0.0)
+        pending, self._pending = self._pending, dict.fromkeys(self._pending, 0.0)
         return pending
 
     # --- results equal on all replicas --------------------------------------------------------------------------------
 
-    def learn(self, sums: Mapping[str, float]) -> bool:
+    def did_change_rule(self, sums: Mapping[str, float]) -> bool:
         """Updates the moving sums by a step's sums over all replicas; returns True if the rule has changed."""
-        if self._why:
+        if self._undefined_reason:
             return False
-        self._age += 1
-        self._pause = max(0, self._pause - 1)
+        self._rule_steps += 1
+        self._pause_steps = max(0, self._pause_steps - 1)
         terms, shares = dict[str, float](), sums["shares"]
-        if 0 < shares < 1 and self._age > SETTLING:
+        if 0 < shares < 1 and self._rule_steps > SETTLING_STEPS:
             variance = sums["spread"] * shares / (1 - shares)
             terms |= {"variance": variance, "square": sums["square"], "measured": 1.0}
         if sums["uniform"] > 0:
-            terms |= {"judged": 1.0, **{name: sums[name] for name in MOMENTS}}
-        self._sums = {name: MEMORY * total + terms.get(name, 0.0) for name, total in self._sums.items()}
-        chosen = self._choice() if self._auto and self._age >= STEPS else self.rule
+            terms |= {"judged": 1.0, **{name: sums[name] for name in MOMENT_NAMES}}
+        self._sums = {name: DECAY * total + terms.get(name, 0.0) for name, total in self._sums.items()}
+        chosen = self._choose_rule() if self._is_auto and self._rule_steps >= MIN_STEPS else self.rule
         if chosen == self.rule:
             return False
         if chosen == "two":
-            self._scale = self._variance_scale()
+            self._scale = self._compute_variance_scale()
         self.rule = chosen
         self._restart()
         return True
 
-    def scores_at(self, step: int) -> bool:
+    def should_score(self, step: int) -> bool:
         """Returns True if a batch is scored at a step while batches are uniform."""
-        return not self._why and step % LOOK == 0
+        return not self._undefined_reason and step % PROBE_PERIOD == 0
 
     @property
     def ratio(self) -> float:
@@ -160,53 +165,53 @@ class Gain:
     @property
     def noise_scale(self) -> float | None:
         """N of uniform batches; None without measurements, or if noise hides the mean gradient."""
-        variance, signal = self._parts()
+        variance, signal = self._estimate_signal()
         return variance / signal if signal else None
 
     @property
     def gain(self) -> float | None:
         """Predicted factor; None without measurements and scores since the last choice."""
-        variance, signal = self._parts()
+        variance, signal = self._estimate_signal()
         if not self._sums["uniform"] or not variance + signal:
             return None
         return (signal + variance) / (signal + self.ratio * variance)
 
-    def told(self) -> dict[str, Json]:
+    def get_stats(self) -> dict[str, Json]:
         """Returns the current predictions for telemetry."""
         return {"gain": self.gain, "noise_scale": self.noise_scale}
 
     def report(self) -> dict[str, Json]:
         """Returns the steps under each rule, the last prediction, and the reason if there is none."""
-        undefined: dict[str, Json] = {"undefined": self._why} if self._why else {}
-        return {"steps": dict(self.steps), **self.told(), **undefined}
+        undefined: dict[str, Json] = {"undefined": self._undefined_reason} if self._undefined_reason else {}
+        return {"steps": dict(self.steps), **self.get_stats(), **undefined}
 
     def state_dict(self) -> State:
         return {
             "rule": self.rule,
             "steps": dict(self.steps),
-            "told": dict(self._told),
+            "told": dict(self._pending),
             "sums": dict(self._sums),
-            "age": self._age,
+            "age": self._rule_steps,
             "scale": self._scale,
-            "pause": self._pause,
+            "pause": self._pause_steps,
         }
 
     def load_state_dict(self, state: State) -> None:
-        self.rule, self._age, self._pause = state["rule"], state["age"], state["pause"]
-        self.steps, self._told, self._sums = dict(state["steps"]), dict(state["told"]), dict(state["sums"])
+        self.rule, self._rule_steps, self._pause_steps = state["rule"], state["age"], state["pause"]
+        self.steps, self._pending, self._sums = dict(state["steps"]), dict(state["told"]), dict(state["sums"])
         self._scale = state["scale"]
 
     def _restart(self) -> None:
-        self._age = 0
-        self._sums = dict.fromkeys(("variance", "square", "measured", *MOMENTS, "judged"), 0.0)
+        self._rule_steps = 0
+        self._sums = dict.fromkeys(("variance", "square", "measured", *MOMENT_NAMES, "judged"), 0.0)
 
-    def _parts(self) -> tuple[float, float]:
+    def _estimate_signal(self) -> tuple[float, float]:
         """Estimates the variance of the mean gradient of uniform batches, and its squared expectation, as sums."""
         variance = max(0.0, self._sums["variance"])
         signal = max(0.0, self._sums["square"] - variance)
         return variance if self.rule == "uniform" else variance / self.ratio, signal
 
-    def _variance_scale(self) -> float:
+    def _compute_variance_scale(self) -> float:
         """Computes V over its prediction from scores; 0 if it is unknown."""
         sums = self._sums
         predicted = sums["uniform"] if self.rule == "uniform" else sums["first"] + sums["second"]
@@ -214,34 +219,38 @@ class Gain:
             return 0.0
         return (sums["variance"] / sums["measured"]) / (predicted / sums["judged"])
 
-    def _choice(self) -> str:
+    def _choose_rule(self) -> str:
         is_two_stage = self.rule == "two"
-        if self._why is not None:
+        if self._undefined_reason is not None:
             gain = self.gain
             if gain is None:
                 return self.rule
-            if gain < (ON if self.rule == "uniform" else OFF):
+            if gain < (GAIN_ON if self.rule == "uniform" else GAIN_OFF):
                 return "uniform"
-            if is_two_stage and self._scale and self._variance_scale() > MISS * self._scale:
-                self._pause = PAUSE
+            if (
+                is_two_stage
+                and self._scale
+                and self._compute_variance_scale() > MAX_VARIANCE_EXCESS * self._scale
+            ):
+                self._pause_steps = PAUSE_STEPS
         uniform, pool = self._sums["uniform"], self._sums["pool"]
         is_limited = self._sums["second"] * uniform < (2 if is_two_stage else 1) * pool * (uniform - pool)
-        return "two" if is_limited and not self._pause and not self.streams else "pool"
+        return "two" if is_limited and not self._pause_steps and not self.is_streaming else "pool"
 
 
-def _reason_incomparable(size: int, schedule: Schedule, reducer: Reducer) -> str:
+def _explain_incomparable(size: int, schedule: Schedule, reducer: Reducer) -> str:
     """Returns why ranks' gradients cannot be compared with their mean; empty if they can."""
     if size == 1:
         return "one replica"
-    if not schedule.moves_gradients:
+    if not schedule.is_gradient_only:
         return f"replicas' parameters differ under {type(schedule).__name__}"
     codec = getattr(reducer, "codec", None)
-    if not getattr(codec, "per_hop", False):
+    if not getattr(codec, "can_requantize", False):
         return f"{type(codec or reducer).__name__} changes gradients"
     return ""
 
 
-class MeasuredGain(Extension):
+class GainExtension(Extension):
     """Extension that measures how gradients differ between ranks, and records the rules chosen as decisions.
 
     Args:
@@ -253,7 +262,7 @@ class MeasuredGain(Extension):
 
     def __init__(self, gain: Gain, runtime: Runtime, schedule: Schedule, reducer: Reducer) -> None:
         self._gain, self._runtime = gain, runtime
-        self._names = gain.begins(_reason_incomparable(runtime.comm.size, schedule, reducer))
+        self._names = gain.begin_run(_explain_incomparable(runtime.comm.size, schedule, reducer))
 
     @property
     @override
@@ -261,31 +270,31 @@ class MeasuredGain(Extension):
         return self._names
 
     @override
-    def metadata(self, own: StepMetadata) -> Mapping[str, float]:
-        return self._gain.tell() if self._names else {}
+    def report_metadata(self, metadata: StepMetadata) -> Mapping[str, float]:
+        return self._gain.drain() if self._names else {}
 
     @override
-    def on_launch(self, flight: Flight, tensors: Sequence[Tensor]) -> None:
+    def handle_launch(self, flight: Flight, tensors: Sequence[Tensor]) -> None:
         if self._names:
-            flight.notes["square"] = _square(tensors)
+            flight.notes["square"] = _compute_square(tensors)
 
     @override
-    def on_arrival(self, arrivals: Sequence[Arrival]) -> None:
+    def handle_arrivals(self, arrivals: Sequence[Arrival]) -> None:
         if not self._names:
             return
         flight, reduced, metadata = arrivals[0]
         is_rank_0 = self._runtime.comm.rank == 0
         if not any(arrival.metadata.num_nonfinite for arrival in arrivals):
-            self._gain.measured(
+            self._gain.record_norms(
                 sum(arrival.flight.notes.get("square", 0.0) for arrival in arrivals),
-                _square([arrival.reduced.mean for arrival in arrivals]),
+                _compute_square([arrival.result.mean for arrival in arrivals]),
                 flight.weight / reduced.weight if reduced.weight else 0.0,
-                first=is_rank_0,
+                is_rank_0=is_rank_0,
             )
-        if flight.is_first_of_step and self._gain.learn(metadata.sums) and is_rank_0:
+        if flight.is_first_of_step and self._gain.did_change_rule(metadata.sums) and is_rank_0:
             self._runtime.decisions.record(Decision("sampling", flight.step, self._gain.rule, timing=False))
 
 
-def _square(tensors: Sequence[Tensor]) -> float:
+def _compute_square(tensors: Sequence[Tensor]) -> float:
     """Computes the squared norm of all tensors together."""
     return sum(float(torch.linalg.vector_norm(tensor)) ** 2 for tensor in tensors)

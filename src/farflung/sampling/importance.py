@@ -10,22 +10,22 @@ from torch import Tensor
 from farflung.types import Json, State
 
 __all__ = [
-    "Renewal",
-    "importance_weights",
-    "included",
-    "quantiles",
-    "quotas",
-    "rank_changes",
-    "second_moments",
-    "smoothed",
-    "systematic",
-    "variance_ratio",
-    "with_replacement",
-    "without_replacement",
+    "ScoreRenewal",
+    "compute_importance_weights",
+    "compute_inclusion",
+    "compute_quantiles",
+    "compute_rank_changes",
+    "compute_second_moments",
+    "compute_variance_ratio",
+    "draw_systematic",
+    "draw_with_replacement",
+    "draw_without_replacement",
+    "smooth_scores",
+    "split_quotas",
 ]
 
 
-def smoothed(scores: Tensor, smoothing: float, weights: Tensor | None = None) -> Tensor:
+def smooth_scores(scores: Tensor, smoothing: float, weights: Tensor | None = None) -> Tensor:
     r"""Computes :math:`I_j = v_j (s_j + c\, \overline{v s})` in float64; v if all scores are 0.
 
     With c above 0 no weight exceeds :math:`(1 + c \bar{v}) / c`, and samples with a score of 0 can be drawn.
@@ -41,13 +41,13 @@ def smoothed(scores: Tensor, smoothing: float, weights: Tensor | None = None) ->
     return importances if weights is None else weights * importances
 
 
-def importance_weights(importances: Tensor) -> Tensor:
+def compute_importance_weights(importances: Tensor) -> Tensor:
     r"""Computes :math:`\bar{I} / I_j`; infinite for samples that are never drawn."""
     importances = importances.double()
     return importances.mean() / importances
 
 
-def second_moments(
+def compute_second_moments(
     norms: Tensor, importances: Tensor, weights: Tensor | None = None
 ) -> tuple[float, float, float]:
     r"""Computes second moments of gradients: of a sample drawn from candidates, a candidate, and a uniform sample.
@@ -72,7 +72,7 @@ def second_moments(
     return drawn, float((v**2 * squares).mean()), float((v * squares).mean())
 
 
-def variance_ratio(norms: Tensor, importances: Tensor, weights: Tensor | None = None) -> float:
+def compute_variance_ratio(norms: Tensor, importances: Tensor, weights: Tensor | None = None) -> float:
     r"""Computes the first of :func:`compute_second_moments` over the last; 1 if all norms are 0.
 
     Both variances are these moments less the same square of the mean gradient. So importance sampling has the smaller
@@ -80,11 +80,11 @@ def variance_ratio(norms: Tensor, importances: Tensor, weights: Tensor | None = 
     """
     if not norms.any():
         return 1.0
-    drawn, _, uniform = second_moments(norms, importances, weights)
+    drawn, _, uniform = compute_second_moments(norms, importances, weights)
     return drawn / uniform
 
 
-def quantiles(scores: Tensor, percents: Sequence[int]) -> list[float]:
+def compute_quantiles(scores: Tensor, percents: Sequence[int]) -> list[float]:
     """Computes for each per cent p the smallest score that at least p % of the scores do not exceed, unrounded.
 
     Args:
@@ -95,17 +95,17 @@ def quantiles(scores: Tensor, percents: Sequence[int]) -> list[float]:
     return [float(ordered[max(0, -(-percent * len(ordered) // 100) - 1)]) for percent in percents]
 
 
-def rank_changes(before: Tensor, after: Tensor) -> Tensor:
+def compute_rank_changes(old_scores: Tensor, new_scores: Tensor) -> Tensor:
     """Computes by how many ranks each sample moves from one ordering to the other, int64; equal scores keep order."""
-    return (_ranks(after) - _ranks(before)).abs()
+    return (_compute_ranks(new_scores) - _compute_ranks(old_scores)).abs()
 
 
-def _ranks(scores: Tensor) -> Tensor:
+def _compute_ranks(scores: Tensor) -> Tensor:
     order = scores.argsort(stable=True)
     return torch.empty_like(order).index_put((order,), torch.arange(len(order)))
 
 
-def quotas(total: int, sizes: Tensor, generator: torch.Generator) -> Tensor:
+def split_quotas(total: int, sizes: Tensor, generator: torch.Generator) -> Tensor:
     """Splits ``total`` into whole numbers in proportion to ``sizes``.
 
     They sum to ``total``. Each is its exact share rounded up or down, with that share as its expectation.
@@ -125,14 +125,14 @@ def quotas(total: int, sizes: Tensor, generator: torch.Generator) -> Tensor:
     return cumulative.diff(prepend=cumulative.new_zeros(1))
 
 
-def with_replacement(importances: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def draw_with_replacement(importances: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Draws ``count`` indices in proportion to importance; never one whose importance is 0."""
     bounds = importances.double().cumsum(0)
     marks = torch.rand(count, dtype=torch.float64, generator=generator) * bounds[-1]
     return torch.searchsorted(bounds, marks, right=True)
 
 
-def included(importances: Tensor, count: int) -> Tensor:
+def compute_inclusion(importances: Tensor, count: int) -> Tensor:
     r"""Computes the probability that each sample is among ``count`` distinct ones, :math:`\min(1, \lambda I_i)`.
 
     Args:
@@ -150,7 +150,7 @@ def included(importances: Tensor, count: int) -> Tensor:
     return expected.where(~is_certain, 1.0)
 
 
-def systematic(expected: Tensor, generator: torch.Generator) -> Tensor:
+def draw_systematic(expected: Tensor, generator: torch.Generator) -> Tensor:
     """Draws each index as often as expected, rounded up or down, in random order.
 
     A single random number decides, so the number of indices equals the sum. Random order prevents that a period in
@@ -168,7 +168,7 @@ def systematic(expected: Tensor, generator: torch.Generator) -> Tensor:
     return order[places.clamp(max=len(order) - 1)]
 
 
-def without_replacement(logs: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def draw_without_replacement(logs: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Draws ``count`` distinct indices, one after the other in proportion to importance.
 
     Takes the largest logarithms after adding Gumbel noise, so importances may differ by any factor.
@@ -182,13 +182,13 @@ def without_replacement(logs: Tensor, count: int, generator: torch.Generator) ->
     return (logs.double() - waits.log()).topk(count).indices
 
 
-FEWEST = 8
+MIN_RENEWED = 8
 """Smallest number of samples for which rank changes are reported."""
-_NOTHING = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
+_NO_SAMPLES = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.int64)
 """Old scores, new scores and ages of no samples."""
 
 
-class Renewal:
+class ScoreRenewal:
     """Statistics of the samples of one step that were scored before, from their old and new scores.
 
     References: Zeng et al. 2021 (Mercury) report the share of all samples whose rank moved by less than 5 % and 10 %
@@ -196,9 +196,9 @@ class Renewal:
     """
 
     def __init__(self) -> None:
-        self._step, self._columns = -1, _NOTHING
+        self._step, self._columns = -1, _NO_SAMPLES
 
-    def add(self, before: Tensor, after: Tensor, ages: Tensor, step: int) -> None:
+    def add(self, old_scores: Tensor, new_scores: Tensor, ages: Tensor, step: int) -> None:
         """Adds a chunk of samples that had a score and are scored again.
 
         Args:
@@ -207,11 +207,11 @@ class Renewal:
           ages: Ages of the old scores in steps, int64.
           step: Current step; a new step clears the samples of the previous one.
         """
-        columns = self._columns if step == self._step else _NOTHING
-        first, second, third = map(torch.cat, zip(columns, (before, after, ages), strict=True))
+        columns = self._columns if step == self._step else _NO_SAMPLES
+        first, second, third = map(torch.cat, zip(columns, (old_scores, new_scores, ages), strict=True))
         self._step, self._columns = step, (first, second, third)
 
-    def told(self, step: int) -> dict[str, Json]:
+    def get_stats(self, step: int) -> dict[str, Json]:
         """Returns the statistics of the samples renewed at a step; None values if fewer than 8 were.
 
         Returns:
@@ -219,10 +219,10 @@ class Renewal:
           of their number, and ``score_age``, the mean age of their old scores in steps.
         """
         old_scores, new_scores, ages = self._columns
-        if step != self._step or len(ages) < FEWEST:
+        if step != self._step or len(ages) < MIN_RENEWED:
             return dict.fromkeys(("rank_within_5", "rank_within_10", "score_age"))
         # In whole numbers: comparing 100 changes with 5 n avoids rounding.
-        changes, count = 100 * rank_changes(old_scores, new_scores), len(ages)
+        changes, count = 100 * compute_rank_changes(old_scores, new_scores), len(ages)
         return {
             "rank_within_5": int((changes < 5 * count).sum()) / count,
             "rank_within_10": int((changes < 10 * count).sum()) / count,

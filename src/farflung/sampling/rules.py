@@ -6,23 +6,28 @@ import torch
 from torch import Tensor
 
 from farflung.errors import ConfigError
-from farflung.options import number_option
-from farflung.sampling.importance import included, second_moments, smoothed, systematic
-from farflung.seeding import Passes, generator
+from farflung.options import check_number
+from farflung.sampling.importance import (
+    compute_inclusion,
+    compute_second_moments,
+    draw_systematic,
+    smooth_scores,
+)
+from farflung.seeding import ShuffledPasses, create_generator
 from farflung.types import State
 
-__all__ = ["CANDIDATES", "NEVER", "TWO_STAGE", "Rule", "filled"]
+__all__ = ["CANDIDATES_PER_SAMPLE", "SCORE_RULES", "UNSCORED", "DrawRule", "fill_unscored"]
 
-CANDIDATES = 10
+CANDIDATES_PER_SAMPLE = 10
 """Samples scored for each sample of a batch, unless another option sets their number."""
-NEVER = -1.0
+UNSCORED = -1.0
 """Score of a sample that was never scored; other scores are at least 0."""
-CACHED = 0.25
+CACHED_SMOOTHING = 0.25
 """Smoothing of older scores: q = 0.8 of the score over the mean, plus 0.2."""
-TWO_STAGE = ("auto", "pool", "two")
+SCORE_RULES = ("auto", "pool", "two")
 
 
-class Rule:
+class DrawRule:
     r"""Rules ``pool`` and ``two`` for choosing candidates and drawing a batch from them.
 
     With M candidates that weigh v, scores s of the model's present state and a batch of b, sample i has
@@ -53,38 +58,42 @@ class Rule:
     """
 
     def __init__(self, name: str, smoothing: float, seed: int) -> None:
-        number_option(name, "smoothing", smoothing, 0)
+        check_number(name, "smoothing", smoothing, 0)
         if smoothing == 0:
             raise ConfigError(f"{name}: smoothing 0 must be above 0, or samples scored 0 are never drawn")
         self._smoothing, self._seed = float(smoothing), seed
-        self._order, self._cursor = Passes(seed), 0
+        self._order, self._cursor = ShuffledPasses(seed), 0
 
-    def candidates(self, scores: Tensor, size: int, *at: int, two: bool) -> tuple[Tensor, Tensor]:
+    def choose_candidates(
+        self, scores: Tensor, size: int, *labels: int, is_two_stage: bool
+    ) -> tuple[Tensor, Tensor]:
         """Chooses the next candidates.
 
         Args:
           scores: Last scores of all samples, :data:`UNSCORED` if there is none.
           size: M, at most the number of samples.
           labels: Numbers that identify this choice.
-          is_two_stage: True for rule ``two``.
+          is_two_stage: True for rule ``is_two_stage``.
 
         Returns:
           Their indices, and v.
         """
-        if two:
-            expected = included(smoothed(filled(scores), CACHED), size)
-            rows = systematic(expected, generator(self._seed, "candidates", *at))
+        if is_two_stage:
+            expected = compute_inclusion(smooth_scores(fill_unscored(scores), CACHED_SMOOTHING), size)
+            rows = draw_systematic(expected, create_generator(self._seed, "candidates", *labels))
             return rows, size / (len(scores) * expected[rows])
-        order = self._order.order(0, len(scores))
+        order = self._order.get_order(0, len(scores))
         rows = order[(self._cursor + torch.arange(size)) % len(scores)]
         self._cursor = (self._cursor + size) % len(scores)
         return rows, torch.ones(size, dtype=torch.float64)
 
-    def moments(self, scores: Tensor, weights: Tensor) -> tuple[float, float, float]:
+    def compute_moments(self, scores: Tensor, weights: Tensor) -> tuple[float, float, float]:
         """Computes :func:`farflung.sampling.importance.compute_second_moments` of at least one candidate."""
-        return second_moments(scores, smoothed(scores, self._smoothing, weights), weights)
+        return compute_second_moments(scores, smooth_scores(scores, self._smoothing, weights), weights)
 
-    def batch(self, scores: Tensor, weights: Tensor, batch_size: int, *at: int) -> tuple[Tensor, Tensor]:
+    def draw_batch(
+        self, scores: Tensor, weights: Tensor, batch_size: int, *labels: int
+    ) -> tuple[Tensor, Tensor]:
         """Draws a batch from candidates.
 
         Args:
@@ -96,12 +105,14 @@ class Rule:
         Returns:
           Indices among the candidates, and w, float32.
         """
-        expected = included(smoothed(filled(scores), self._smoothing, weights), batch_size)
-        rows = systematic(expected, generator(self._seed, "draw", *at))
+        expected = compute_inclusion(
+            smooth_scores(fill_unscored(scores), self._smoothing, weights), batch_size
+        )
+        rows = draw_systematic(expected, create_generator(self._seed, "draw", *labels))
         return rows, (weights * batch_size / (len(scores) * expected))[rows].float()
 
-    def stream_batch(
-        self, scores: Tensor, shares: Tensor, left: Tensor, batch_size: int, *at: int
+    def draw_stream_batch(
+        self, scores: Tensor, shares: Tensor, remaining_draws: Tensor, batch_size: int, *labels: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         r"""Draws a batch from the samples of a stream, which leave when they are drawn, or are lost after a while.
 
@@ -125,9 +136,11 @@ class Rule:
         Returns:
           Indices, w, float32, and u'.
         """
-        expected = included(smoothed(filled(scores), self._smoothing), batch_size).clamp(max=1)
-        rows = systematic(expected, generator(self._seed, "draw", *at))
-        drawn_probability = 1 - (1 - expected) ** left
+        expected = compute_inclusion(smooth_scores(fill_unscored(scores), self._smoothing), batch_size).clamp(
+            max=1
+        )
+        rows = draw_systematic(expected, create_generator(self._seed, "draw", *labels))
+        drawn_probability = 1 - (1 - expected) ** remaining_draws
         weights = batch_size * shares / (drawn_probability * (expected * shares / drawn_probability).sum())
         remaining_share = (1 - expected / drawn_probability).clamp(min=0) / (1 - expected).clamp(min=1e-12)
         return rows, weights[rows].float(), shares * remaining_share
@@ -139,7 +152,7 @@ class Rule:
         self._cursor = state["cursor"]
 
 
-def filled(scores: Tensor) -> Tensor:
+def fill_unscored(scores: Tensor) -> Tensor:
     """Fills in the mean for missing scores, in float64; all 1 if no sample has a score."""
     scores = scores.double()
     has_score = scores >= 0

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from farflung.errors import ConfigError, RunLost
-from farflung.types import ScoredBy
+from farflung.types import ScoreKind
 
-__all__ = ["check_scores", "scores_by"]
+__all__ = ["check_scores", "compute_scores"]
 
 
-def scores_by(
-    name: str, loss: Callable[[nn.Module], Tensor], model: nn.Module, count: int, by: ScoredBy
+def compute_scores(
+    name: str, loss: Callable[[nn.Module], Tensor], model: nn.Module, count: int, kind: ScoreKind
 ) -> Tensor:
     """Computes one score per sample, float32 on the host; changes nothing in the model but its mode.
 
@@ -38,13 +38,13 @@ def scores_by(
     """
     if model.training:  # visiting all modules for every chunk takes as long as scoring a small model
         model.eval()
-    if by == "loss":
+    if kind == "loss":
         with torch.no_grad():
-            losses = _checked(name, loss(model), count)
+            losses = _check_losses(name, loss(model), count)
         return losses.float().cpu()
-    tap = _Tap(model)
-    losses = _checked(name, loss(tap), count)
-    gradient = tap.gradient(losses)
+    tap = _OutputTap(model)
+    losses = _check_losses(name, loss(tap), count)
+    gradient = tap.compute_gradient(losses)
     if gradient is None or len(gradient) != count:
         raise ConfigError(
             f"{name}: scored_by='gradient_bound' needs a loss of what the model's forward returns, a row for each "
@@ -75,7 +75,7 @@ def check_scores(name: str, scores: Tensor, step: int) -> None:
         )
 
 
-def _checked(name: str, losses: Tensor, count: int) -> Tensor:
+def _check_losses(name: str, losses: Tensor, count: int) -> Tensor:
     if losses.shape != (count,):
         raise ConfigError(
             f"{name}: its loss of {count} samples has shape {tuple(losses.shape)}, and importance needs one number for "
@@ -84,7 +84,7 @@ def _checked(name: str, losses: Tensor, count: int) -> Tensor:
     return losses
 
 
-class _Tap(nn.Module):
+class _OutputTap(nn.Module):
     """Model whose output has no graph behind it, so that backward passes end there.
 
     Args:
@@ -104,7 +104,7 @@ class _Tap(nn.Module):
             self._output = output = output.detach().requires_grad_()
         return output
 
-    def gradient(self, losses: Tensor) -> Tensor | None:
+    def compute_gradient(self, losses: Tensor) -> Tensor | None:
         """Computes the gradient of the summed losses with respect to the output; None if there is none."""
         if self._output is None or not losses.requires_grad:
             return None

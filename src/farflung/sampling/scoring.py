@@ -14,26 +14,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from farflung.engine import Extension, StepResult, TrainingLoop
-from farflung.sampling.gain import Gain, MeasuredGain
-from farflung.sampling.scores import scores_by
+from farflung.sampling.gain import Gain, GainExtension
+from farflung.sampling.scores import compute_scores
 from farflung.types import (
-    PASSES,
+    FORWARDS_PER_GRADIENT,
     Batch,
     Cost,
     Decision,
-    Due,
+    DrawContext,
     Json,
-    PoolView,
     SampleIds,
     Sampler,
-    ScoredBy,
-    Spare,
+    ScoreKind,
+    ScoringTimes,
     State,
-    Statistics,
+    StatisticsSource,
+    WaitWork,
     Workload,
 )
 
-__all__ = ["Scoring", "ScoringSampler", "scores_of", "still"]
+__all__ = ["ScoringExtension", "ScoringSampler", "freeze_batch_norm", "score_batch"]
 
 
 class ScoringSampler(Sampler):
@@ -44,38 +44,42 @@ class ScoringSampler(Sampler):
     """
 
     needs_scores = True
-    scored_by: ScoredBy = "loss"
+    scored_by: ScoreKind = "loss"
     """Kind of score."""
     gain: Gain | None = None
     """Predicted speed-up by drawing by scores; None if the sampler does not measure it."""
-    statistics: Statistics = "batch"
+    statistics: StatisticsSource = "batch"
     """Source of running statistics, for samplers that score."""
 
-    def due(self, view: PoolView, decide: Callable[[str, int, Callable[[], Json]], Decision]) -> Due:
+    def plan_wait(
+        self, context: DrawContext, decide: Callable[[str, int, Callable[[], Json]], Decision]
+    ) -> WaitWork:
         """Plans the work of a step's wait.
 
         Args:
           context: Samples and sizes of the step.
           decide: :meth:`farflung.types.Runtime.decide_locally`, for choices that depend on time.
         """
-        del view, decide
-        return Due()
+        del context, decide
+        return WaitWork()
 
-    def scored(self, ids: SampleIds, scores: Tensor, step: int) -> None:
+    def record_scores(self, ids: SampleIds, scores: Tensor, step: int) -> None:
         """Records the scores of one chunk, float32, computed before the step's update."""
 
-    def observe(self, spare: Spare) -> None:
+    def record_times(self, times: ScoringTimes) -> None:
         """Records the times of a step; called once a step, after its update."""
 
     @override
-    def extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
+    def build_extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
         measured = (
-            () if self.gain is None else (MeasuredGain(self.gain, loop.runtime, loop.schedule, loop.reducer),)
+            ()
+            if self.gain is None
+            else (GainExtension(self.gain, loop.runtime, loop.schedule, loop.reducer),)
         )
-        return (Scoring(self, loop), *measured)
+        return (ScoringExtension(self, loop), *measured)
 
 
-class Scoring(Extension):
+class ScoringExtension(Extension):
     """Extension that does the planned work of a sampler between the backward pass of a step and the merge.
 
     The model is that of the step, before its update. So scores and gradients are one step old when they are used.
@@ -89,50 +93,56 @@ class Scoring(Extension):
 
     def __init__(self, sampler: ScoringSampler, loop: TrainingLoop) -> None:
         self._sampler, self._loop = sampler, loop
-        self._spare = Spare(0.0, 0.0, 0.0, 0, overlaps=not loop.schedule.is_synchronous)
+        self._times = ScoringTimes(0.0, 0.0, 0.0, 0, has_overlap=not loop.schedule.is_synchronous)
 
     @override
-    def computing(self, step: int) -> AbstractContextManager[object]:
-        is_excluded = self._loop.drawing.is_weighted and self._sampler.statistics == "uniform"
-        return still(self._loop.model) if is_excluded else nullcontext()
+    def compute_context(self, step: int) -> AbstractContextManager[object]:
+        is_excluded = self._loop.batch_loader.is_weighted and self._sampler.statistics == "uniform"
+        return freeze_batch_norm(self._loop.model) if is_excluded else nullcontext()
 
     @override
-    async def while_waiting(self, step: int) -> None:
+    async def use_wait(self, step: int) -> None:
         """Does the work planned for a step, chunk by chunk."""
-        compute, view = self._loop.runtime.compute, self._loop.drawing.view_of_rest(step)
-        begin, count, score = self._loop.runtime.now(), 0, self._loop.scorer(self._sampler.scored_by)
-        due = self._sampler.due(view, self._loop.runtime.decide_own)
+        compute, view = self._loop.runtime.compute, self._loop.batch_loader.get_undrawn(step)
+        begin, count, score = (
+            self._loop.runtime.read_clock(),
+            0,
+            self._loop.build_scorer(self._sampler.scored_by),
+        )
+        due = self._sampler.plan_wait(view, self._loop.runtime.decide_locally)
         for ids in due.scores:
             scores = await compute(Cost("score", len(ids)), partial(score, ids))
-            self._sampler.scored(ids, scores, view.step)
+            self._sampler.record_scores(ids, scores, view.step)
             count += len(ids)
-        losses_of = self._loop.losses() if due.gradients or due.statistics else score
+        losses_of = self._loop.build_loss_fn() if due.gradients or due.statistics else score
         for ids in due.gradients:
             losses = await compute(Cost("score", len(ids)), partial(losses_of, ids))
-            await compute(Cost("backward", len(ids)), partial(self._loop.accumulated.add, losses))
-            count += PASSES * len(ids)
+            await compute(Cost("backward", len(ids)), partial(self._loop.accumulated_gradient.add, losses))
+            count += FORWARDS_PER_GRADIENT * len(ids)
         for ids in due.statistics:
             await compute(Cost("score", len(ids)), partial(torch.no_grad()(losses_of), ids))
             count += len(ids)
-        self._spare = replace(self._spare, scoring_s=self._loop.runtime.now() - begin, scored=count)
+        self._times = replace(
+            self._times, scoring_s=self._loop.runtime.read_clock() - begin, num_scored=count
+        )
 
     @override
-    async def after_step(self, result: StepResult) -> None:
+    async def finish_step(self, result: StepResult) -> None:
         """Passes the times of the step to the sampler."""
         wait_s = max(0.0, result.waited_s)
-        self._sampler.observe(replace(self._spare, compute_s=result.compute_s, wait_s=wait_s))
+        self._sampler.record_times(replace(self._times, compute_s=result.compute_s, wait_s=wait_s))
 
     @override
     def state_dict(self) -> State:
-        return self._loop.accumulated.state_dict()
+        return self._loop.accumulated_gradient.state_dict()
 
     @override
     def load_state_dict(self, state: State) -> None:
-        self._loop.accumulated.load_state_dict(state)
+        self._loop.accumulated_gradient.load_state_dict(state)
 
 
 @contextmanager
-def still(model: nn.Module) -> Iterator[None]:
+def freeze_batch_norm(model: nn.Module) -> Iterator[None]:
     """Keeps the running statistics of batch norms unchanged inside the context."""
     norms = [norm for norm in model.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
     saved = [
@@ -150,8 +160,12 @@ def still(model: nn.Module) -> Iterator[None]:
                 norm.num_batches_tracked.copy_(counted)
 
 
-def scores_of(workload: Workload, model: nn.Module, batch: Batch, by: ScoredBy) -> Tensor:
+def score_batch(workload: Workload, model: nn.Module, batch: Batch, kind: ScoreKind) -> Tensor:
     """Computes one score for each sample of a workload's batch; see :func:`farflung.sampling.scores.compute_scores`."""
-    return scores_by(
-        f"workload {workload.name}", lambda wrapped: workload.loss(wrapped, batch), model, len(batch), by
+    return compute_scores(
+        f"workload {workload.name}",
+        lambda wrapped: workload.compute_losses(wrapped, batch),
+        model,
+        len(batch),
+        kind,
     )

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 from farflung.spec import Registry
 from farflung.types import Schedule
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from farflung.schedules.local_sgd import LocalSGD, PostLocalSGD, Synchronous
     from farflung.schedules.pipelined import Pipelined
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
             "adacomm": "AdaComm",

@@ -10,10 +10,10 @@ from typing import Literal
 from typing_extensions import override
 
 from farflung.errors import ConfigError
-from farflung.options import number_option, part_option, share_option, whole_option
-from farflung.schedules.base import state_option
+from farflung.options import check_fraction, check_integer, check_number, check_share
+from farflung.schedules.base import check_state_option
 from farflung.schedules.merges import Outer
-from farflung.types import Bucket, Merge, OptimizerState, Part, Schedule, SharedStats, State, Transfer
+from farflung.types import Bucket, Merge, OptimizerState, Schedule, SharedStats, State, SyncUnit, Transfer
 
 __all__ = ["AdaComm"]
 
@@ -64,24 +64,24 @@ class AdaComm(Schedule):
     rule: Literal["shrink", "basic"] = "shrink"
     shrink: float = 0.5
     rate_power: float = 1.0
-    most: int = 200
+    max_period: int = 200
     block_momentum: float = 0.0
     optimizer_state: OptimizerState = "kept"
 
     def __post_init__(self) -> None:
-        whole_option("adacomm", "sync_every", self.sync_every, 1)
-        number_option("adacomm", "interval_s", self.interval_s, 0)
+        check_integer("adacomm", "sync_every", self.sync_every, 1)
+        check_number("adacomm", "interval_s", self.interval_s, 0)
         if not self.interval_s:
             raise ConfigError("adacomm: interval_s must be above 0")
         if self.rule not in ("shrink", "basic"):
             raise ConfigError(f"adacomm: rule {self.rule!r} must be 'shrink' or 'basic'")
-        part_option("adacomm", "shrink", self.shrink)
+        check_fraction("adacomm", "shrink", self.shrink)
         if self.shrink == 1:
             raise ConfigError("adacomm: shrink 1 would shrink nothing: it must be below 1")
-        number_option("adacomm", "rate_power", self.rate_power, 0)
-        whole_option("adacomm", "most", self.most, self.sync_every)
-        share_option("adacomm", "block_momentum", self.block_momentum)
-        state_option("adacomm", self.optimizer_state)
+        check_number("adacomm", "rate_power", self.rate_power, 0)
+        check_integer("adacomm", "most", self.max_period, self.sync_every)
+        check_share("adacomm", "block_momentum", self.block_momentum)
+        check_state_option("adacomm", self.optimizer_state)
 
     @property
     @override
@@ -96,11 +96,11 @@ class AdaComm(Schedule):
 
     @property
     @override
-    def late(self) -> bool:
+    def has_late_results(self) -> bool:
         return False
 
     @override
-    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+    def build_units(self, buckets: Sequence[Bucket]) -> Sequence[SyncUnit]:
         return buckets
 
     @override
@@ -115,17 +115,17 @@ class AdaComm(Schedule):
         }
 
     @override
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         """Returns one transfer for each bucket at the end of a block."""
-        return [Transfer(unit, step, *self.merges) for unit in parts] if step >= state["ends"] else []
+        return [Transfer(unit, step, *self.merges) for unit in units] if step >= state["ends"] else []
 
     @override
-    def asks(self, state: State, step: int) -> bool:
+    def needs_times(self, state: State, step: int) -> bool:
         """Returns True at every exchange, for the clock."""
         return bool(step >= state["ends"])
 
     @override
-    def observe(self, state: State, stats: SharedStats) -> State:
+    def update_state(self, state: State, stats: SharedStats) -> State:
         """Records the first block, and adapts the period if an interval has passed."""
         state = {**state}
         is_valid = stats.weight > 0 and 0 < stats.loss < math.inf
@@ -134,15 +134,15 @@ class AdaComm(Schedule):
         if stats.elapsed_s is not None and stats.elapsed_s >= state["again_s"]:
             state["again_s"] = (stats.elapsed_s // self.interval_s + 1) * self.interval_s
             if is_valid:
-                state["period"] = self._period(state, stats)
+                state["period"] = self._choose_period(state, stats)
         state["ends"] = stats.step + state["period"]
         return state
 
-    def _period(self, state: State, stats: SharedStats) -> int:
+    def _choose_period(self, state: State, stats: SharedStats) -> int:
         previous, coupling = state["period"], 1.0
         if state["rate"] and stats.learning_rate:
             coupling = (state["rate"] / stats.learning_rate) ** self.rate_power
         period = math.ceil(self.sync_every * math.sqrt(coupling * stats.loss / state["loss"]))
         if self.rule == "shrink" and period >= previous:
             period = math.ceil(self.shrink * previous)
-        return max(1, min(period, self.most))
+        return max(1, min(period, self.max_period))

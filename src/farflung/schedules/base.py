@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import get_args
 
 from farflung.errors import ConfigError
-from farflung.options import flag_option, number_option, share_option
+from farflung.options import check_flag, check_number, check_share
 from farflung.types import OptimizerState
 
-__all__ = ["outer_options", "state_option"]
+__all__ = ["check_outer_options", "check_state_option"]
 
 
-def state_option(name: str, state: object) -> None:
+def check_state_option(name: str, state: object) -> None:
     """Checks the treatment of an optimizer's state.
 
     Raises:
@@ -21,14 +21,14 @@ def state_option(name: str, state: object) -> None:
         raise ConfigError(f"{name}: optimizer_state {state!r} must be 'kept', 'reset' or 'averaged'")
 
 
-def outer_options(name: str, rate: object, momentum: object, nesterov: object) -> None:
+def check_outer_options(name: str, rate: object, momentum: object, nesterov: object) -> None:
     """Checks learning rate, momentum and the Nesterov flag of an outer optimizer.
 
     Raises:
       ConfigError: a value is out of range.
     """
-    number_option(name, "outer_rate", rate, 0)
+    check_number(name, "outer_rate", rate, 0)
     if not rate:
         raise ConfigError(f"{name}: outer_rate must be above 0")
-    share_option(name, "outer_momentum", momentum)
-    flag_option(name, "nesterov", nesterov)
+    check_share(name, "outer_momentum", momentum)
+    check_flag(name, "nesterov", nesterov)

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from farflung.errors import ConfigError
-from farflung.options import part_option, whole_option
+from farflung.options import check_fraction, check_integer
 from farflung.schedules.merges import Pull, Swap
 from farflung.types import (
     Bucket,
     Merge,
-    Part,
     Schedule,
     SharedStats,
     State,
+    SyncUnit,
     Transfer,
 )
 
 __all__ = ["Delayed"]
 
 
-FIRST, EVERY = 4, 32
+FIRST_CHOICE, CHOICE_PERIOD = 4, 32
 """First exchange at which a delay is chosen, and number of exchanges between two choices."""
 
 
@@ -106,7 +106,7 @@ class Delayed(Schedule):
 
     delay: int | str = 4
     period: int = 1
-    most: int = 64
+    max_delay: int = 64
     pull: float | str = "auto"
     warmup: int = 0
 
@@ -114,14 +114,14 @@ class Delayed(Schedule):
         if self.delay != "auto":
             if isinstance(self.delay, str):
                 raise ConfigError(f"delayed: delay {self.delay!r} must be a whole number or 'auto'")
-            whole_option("delayed", "delay", self.delay, 0)
-        whole_option("delayed", "period", self.period, 1)
-        whole_option("delayed", "most", self.most, 1)
-        whole_option("delayed", "warmup", self.warmup, 0)
+            check_integer("delayed", "delay", self.delay, 0)
+        check_integer("delayed", "period", self.period, 1)
+        check_integer("delayed", "most", self.max_delay, 1)
+        check_integer("delayed", "warmup", self.warmup, 0)
         if self.pull not in ("swap", "auto"):
             if isinstance(self.pull, str):
                 raise ConfigError(f"delayed: pull {self.pull!r} must be 'swap', 'auto' or a share")
-            part_option("delayed", "pull", self.pull)
+            check_fraction("delayed", "pull", self.pull)
 
     @override
     def check(self, size: int) -> None:
@@ -144,12 +144,12 @@ class Delayed(Schedule):
 
     @property
     @override
-    def late(self) -> bool:
+    def has_late_results(self) -> bool:
         """Returns True with a delay, or one that is chosen later."""
         return self.delay != 0
 
     @override
-    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+    def build_units(self, buckets: Sequence[Bucket]) -> Sequence[SyncUnit]:
         return buckets
 
     @override
@@ -159,34 +159,39 @@ class Delayed(Schedule):
 
     @property
     @override
-    def reach(self) -> int:
+    def max_steps_ahead(self) -> int:
         return 0 if isinstance(self.delay, str) else self.delay + self.period
 
     @override
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         """Returns one transfer for each bucket at the end of a block, or at every step of the warm-up."""
         merge_step = step
         if step >= self.warmup:
             if (step + 1) % self.period:
                 return []
             merge_step = max(step + state["delay"], state["not_before"])
-        return [Transfer(unit, merge_step, self._merge) for unit in parts]
+        return [Transfer(unit, merge_step, self._merge) for unit in units]
 
     @override
-    def asks(self, state: State, step: int) -> bool:
+    def needs_times(self, state: State, step: int) -> bool:
         """Returns True for exchanges at which a delay is chosen."""
         del state
         number, remainder = divmod(step + 1, self.period)
-        return self.delay == "auto" and not remainder and number >= FIRST and (number - FIRST) % EVERY == 0
+        return (
+            self.delay == "auto"
+            and not remainder
+            and number >= FIRST_CHOICE
+            and (number - FIRST_CHOICE) % CHOICE_PERIOD == 0
+        )
 
     @override
-    def observe(self, state: State, stats: SharedStats) -> State:
+    def update_state(self, state: State, stats: SharedStats) -> State:
         """Chooses a delay if the stats have times; results stay in order if it becomes shorter."""
         if stats.step_s is None or stats.exchange_s is None:
             return state
-        delay = math.ceil(stats.exchange_s / stats.step_s) if stats.step_s > 0 else self.most
+        delay = math.ceil(stats.exchange_s / stats.step_s) if stats.step_s > 0 else self.max_delay
         not_before = max(state["not_before"], stats.step + 2 * int(state["delay"]))
-        return {**state, "delay": min(delay, self.most), "not_before": not_before}
+        return {**state, "delay": min(delay, self.max_delay), "not_before": not_before}
 
     @property
     def _merge(self) -> Merge:

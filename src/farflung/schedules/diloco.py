@@ -10,10 +10,10 @@ import torch
 from typing_extensions import override
 
 from farflung.errors import ConfigError
-from farflung.options import flag_option, share_option, whole_option
-from farflung.schedules.base import outer_options, state_option
+from farflung.options import check_flag, check_integer, check_share
+from farflung.schedules.base import check_outer_options, check_state_option
 from farflung.schedules.merges import Outer
-from farflung.types import Bucket, Fragment, Merge, OptimizerState, Part, Schedule, State, Transfer
+from farflung.types import Bucket, Fragment, Merge, OptimizerState, Schedule, State, SyncUnit, Transfer
 
 __all__ = ["DiLoCo", "StreamingDiLoCo"]
 
@@ -66,10 +66,10 @@ class DiLoCo(Schedule):
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        whole_option("diloco", "sync_every", self.sync_every, 1)
-        whole_option("diloco", "warmup", self.warmup, 0)
-        outer_options("diloco", self.outer_rate, self.outer_momentum, self.nesterov)
-        state_option("diloco", self.optimizer_state)
+        check_integer("diloco", "sync_every", self.sync_every, 1)
+        check_integer("diloco", "warmup", self.warmup, 0)
+        check_outer_options("diloco", self.outer_rate, self.outer_momentum, self.nesterov)
+        check_state_option("diloco", self.optimizer_state)
 
     @property
     @override
@@ -80,29 +80,29 @@ class DiLoCo(Schedule):
 
     @property
     @override
-    def reach(self) -> int:
+    def max_steps_ahead(self) -> int:
         return self.sync_every
 
     @override
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         """Returns one transfer for each bucket at the end of a block."""
         del state
         num_steps = step + 1
         if num_steps <= self.warmup:
             plain = Outer(optimizer_state=self.optimizer_state)
-            is_block_end = num_steps in _growing(self.sync_every, self.warmup)
-            return [Transfer(unit, step, plain) for unit in parts if is_block_end]
+            is_block_end = num_steps in _list_warmup_ends(self.sync_every, self.warmup)
+            return [Transfer(unit, step, plain) for unit in units if is_block_end]
         if (num_steps - self.warmup) % self.sync_every:
             return []
-        return [Transfer(unit, step, *self.merges) for unit in parts]
+        return [Transfer(unit, step, *self.merges) for unit in units]
 
 
 @cache
-def _growing(longest: int, warmup: int) -> Collection[int]:
+def _list_warmup_ends(sync_every: int, warmup: int) -> Collection[int]:
     """Returns the steps after which the blocks of a warm-up end."""
     ends, end = set[int](), 0
     while end < warmup:
-        end = min(warmup, end + max(1, longest * end // warmup))
+        end = min(warmup, end + max(1, sync_every * end // warmup))
         ends.add(end)
     return ends
 
@@ -163,25 +163,25 @@ class StreamingDiLoCo(Schedule):
 
     def __post_init__(self) -> None:
         name = "streaming_diloco"
-        whole_option(name, "sync_every", self.sync_every, 1)
-        whole_option(name, "fragments", self.fragments, 1)
+        check_integer(name, "sync_every", self.sync_every, 1)
+        check_integer(name, "fragments", self.fragments, 1)
         if self.sync_every % self.fragments:
             raise ConfigError(
                 f"{name}: sync_every {self.sync_every} is no multiple of fragments {self.fragments}: each has a turn "
                 "after as many steps"
             )
-        whole_option(name, "delay", self.delay, 0)
-        if self.delay >= self._every:
+        check_integer(name, "delay", self.delay, 0)
+        if self.delay >= self._turn_period:
             raise ConfigError(
-                f"{name}: delay {self.delay} must be below sync_every / fragments, which is {self._every}"
+                f"{name}: delay {self.delay} must be below sync_every / fragments, which is {self._turn_period}"
             )
-        share_option(name, "mix", self.mix)
-        flag_option(name, "keep", self.keep)
-        outer_options(name, self.outer_rate, self.outer_momentum, self.nesterov)
-        state_option(name, self.optimizer_state)
+        check_share(name, "mix", self.mix)
+        check_flag(name, "keep", self.keep)
+        check_outer_options(name, self.outer_rate, self.outer_momentum, self.nesterov)
+        check_state_option(name, self.optimizer_state)
 
     @property
-    def _every(self) -> int:
+    def _turn_period(self) -> int:
         """Number of steps between two turns."""
         return self.sync_every // self.fragments
 
@@ -196,11 +196,11 @@ class StreamingDiLoCo(Schedule):
 
     @property
     @override
-    def late(self) -> bool:
+    def has_late_results(self) -> bool:
         return self.delay > 0
 
     @override
-    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+    def build_units(self, buckets: Sequence[Bucket]) -> Sequence[SyncUnit]:
         """Returns fragments of every P-th bucket, separate by dtype, whose numbers modulo P are their turns."""
         turns: dict[tuple[torch.dtype, int], list[Bucket]] = {}
         for bucket in buckets:
@@ -213,19 +213,19 @@ class StreamingDiLoCo(Schedule):
 
     @property
     @override
-    def reach(self) -> int:
+    def max_steps_ahead(self) -> int:
         return self.sync_every + self.delay  # a turn may have no fragment
 
     @override
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         """Returns the transfers of one fragment at a turn."""
         del state
-        turns, remainder = divmod(step + 1, self._every)
+        turns, remainder = divmod(step + 1, self._turn_period)
         if remainder:
             return []
         turn = (turns - 1) % self.fragments
         return [
             Transfer(unit, step + self.delay, *self.merges)
-            for unit in parts
+            for unit in units
             if unit.index % self.fragments == turn
         ]

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from farflung.options import whole_option
-from farflung.schedules.base import state_option
+from farflung.options import check_integer
+from farflung.schedules.base import check_state_option
 from farflung.schedules.merges import Outer, Replace
-from farflung.types import Merge, OptimizerState, Part, Schedule, State, Transfer
+from farflung.types import Merge, OptimizerState, Schedule, State, SyncUnit, Transfer
 
 __all__ = ["LocalSGD", "PostLocalSGD", "Synchronous"]
 
@@ -24,14 +24,14 @@ class Synchronous(Schedule):
 
     @property
     @override
-    def reach(self) -> int:
+    def max_steps_ahead(self) -> int:
         return 1
 
     @override
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         """Returns one transfer for each bucket."""
         del state
-        return [Transfer(unit, step, Replace()) for unit in parts]
+        return [Transfer(unit, step, Replace()) for unit in units]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class LocalSGD(Schedule):
     optimizer_state: OptimizerState = "kept"
 
     def __post_init__(self) -> None:
-        whole_option("local_sgd", "sync_every", self.sync_every, 1)
-        state_option("local_sgd", self.optimizer_state)
+        check_integer("local_sgd", "sync_every", self.sync_every, 1)
+        check_state_option("local_sgd", self.optimizer_state)
 
     @property
     @override
@@ -77,16 +77,16 @@ class LocalSGD(Schedule):
 
     @property
     @override
-    def reach(self) -> int:
+    def max_steps_ahead(self) -> int:
         return self.sync_every
 
     @override
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         """Returns one transfer for each bucket at the end of a block."""
         del state
         if (step + 1) % self.sync_every:
             return []
-        return [Transfer(unit, step, *self.merges) for unit in parts]
+        return [Transfer(unit, step, *self.merges) for unit in units]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +108,14 @@ class PostLocalSGD(Schedule):
     momentum local.
     """
 
-    until: int = 1000
+    sync_steps: int = 1000
     sync_every: int = 16
     optimizer_state: OptimizerState = "kept"
 
     def __post_init__(self) -> None:
-        whole_option("post_local_sgd", "until", self.until, 0)
-        whole_option("post_local_sgd", "sync_every", self.sync_every, 1)
-        state_option("post_local_sgd", self.optimizer_state)
+        check_integer("post_local_sgd", "until", self.sync_steps, 0)
+        check_integer("post_local_sgd", "sync_every", self.sync_every, 1)
+        check_state_option("post_local_sgd", self.optimizer_state)
 
     @property
     @override
@@ -125,16 +125,16 @@ class PostLocalSGD(Schedule):
 
     @property
     @override
-    def reach(self) -> int:
+    def max_steps_ahead(self) -> int:
         return self.sync_every
 
     @override
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         """Returns one transfer for each bucket, at every step and later at the end of a block."""
         del state
         replace, outer = self.merges
-        if step < self.until:
-            return [Transfer(unit, step, replace) for unit in parts]
-        if (step + 1 - self.until) % self.sync_every:
+        if step < self.sync_steps:
+            return [Transfer(unit, step, replace) for unit in units]
+        if (step + 1 - self.sync_steps) % self.sync_every:
             return []
-        return [Transfer(unit, step, outer) for unit in parts]
+        return [Transfer(unit, step, outer) for unit in units]

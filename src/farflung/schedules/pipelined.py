@@ -11,10 +11,10 @@ from typing_extensions import override
 from farflung.engine import Extension, TrainingLoop
 from farflung.errors import ConfigError
 from farflung.moments import is_predictable
-from farflung.options import whole_option
+from farflung.options import check_integer
 from farflung.schedules.merges import Replace
 from farflung.schedules.prediction import WeightPrediction
-from farflung.types import Part, Schedule, State, Transfer
+from farflung.types import Schedule, State, SyncUnit, Transfer
 
 __all__ = ["Pipelined"]
 
@@ -78,8 +78,8 @@ class Pipelined(Schedule):
     correction: float = 0.0
 
     def __post_init__(self) -> None:
-        whole_option("pipelined", "width", self.width, 1)
-        whole_option("pipelined", "warmup", self.warmup, 0)
+        check_integer("pipelined", "width", self.width, 1)
+        check_integer("pipelined", "warmup", self.warmup, 0)
         correction: object = self.correction
         if isinstance(correction, bool) or not isinstance(correction, int | float):
             raise ConfigError(f"pipelined: correction {correction!r} must be a number")
@@ -103,7 +103,7 @@ class Pipelined(Schedule):
         return (Replace(self.correction),)
 
     @override
-    def extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
+    def build_extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
         """Returns weight prediction if requested; by default at width 2 if the optimizer supports it."""
         is_possible = is_predictable(loop.optimizer)
         if self.predict and not is_possible:
@@ -123,18 +123,18 @@ class Pipelined(Schedule):
 
     @property
     @override
-    def late(self) -> bool:
+    def has_late_results(self) -> bool:
         return self.width > 1
 
     @property
     @override
-    def reach(self) -> int:
+    def max_steps_ahead(self) -> int:
         return self.width
 
     @override
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         """Returns one transfer for each bucket."""
         del state
         delay = 0 if step < self.warmup else self.width - 1
         merge = Replace(self.correction if delay else 0.0)
-        return [Transfer(unit, step + delay, merge) for unit in parts]
+        return [Transfer(unit, step + delay, merge) for unit in units]

@@ -13,7 +13,7 @@ from farflung.engine.buckets import GradientBuckets
 from farflung.engine.engine import Engine
 from farflung.engine.extension import Extension
 
-__all__ = ["WeightPrediction", "predicted"]
+__all__ = ["WeightPrediction", "predict_weights"]
 
 
 class WeightPrediction(Extension):
@@ -29,17 +29,19 @@ class WeightPrediction(Extension):
         self._engine, self._buckets, self._optimizer = engine, buckets, optimizer
 
     @override
-    def computing(self, step: int) -> AbstractContextManager[object]:
+    def compute_context(self, step: int) -> AbstractContextManager[object]:
         gradients: dict[int, dict[int, Tensor]] = {}
         for flight in self._engine.flights:
             for index, saved in flight.saved.items():
                 gradients.setdefault(flight.step, {})[index] = saved["own"]
-        return predicted(self._optimizer, self._buckets, list(gradients.values()))
+        return predict_weights(self._optimizer, self._buckets, list(gradients.values()))
 
 
 @contextmanager
-def predicted(
-    optimizer: torch.optim.Optimizer, buckets: GradientBuckets, missing: Sequence[Mapping[int, Tensor]]
+def predict_weights(
+    optimizer: torch.optim.Optimizer,
+    buckets: GradientBuckets,
+    local_gradients: Sequence[Mapping[int, Tensor]],
 ) -> Iterator[None]:
     r"""Predicts parameters inside the context, by SGD on the local gradients in place of their means.
 
@@ -53,10 +55,10 @@ def predicted(
     originals: list[tuple[nn.Parameter, Tensor]] = []
     rates = {p: group for group in optimizer.param_groups for p in group["params"]}
     with torch.no_grad():
-        for index in missing[0] if missing else ():
+        for index in local_gradients[0] if local_gradients else ():
             bucket = buckets[index]
             parameters = bucket.parameters
-            steps = [bucket.view(gradients[index]) for gradients in missing]
+            steps = [bucket.view(gradients[index]) for gradients in local_gradients]
             for place, p in enumerate(parameters):
                 originals.append((p, p.detach().clone()))
                 group = rates[p]

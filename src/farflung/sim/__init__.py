@@ -2,38 +2,38 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
     from farflung.sim.clock import VirtualClock
     from farflung.sim.network import LinkModel, VirtualCommunicator, VirtualNetwork
     from farflung.sim.recording import RecordedReplica, TrafficRecorder
-    from farflung.sim.retime import Retimed, retimed_events
+    from farflung.sim.retime import RetimedReplica, build_retimed_sink
     from farflung.sim.runtime import VirtualRuntime, VirtualWorld
-    from farflung.sim.traffic import Traffic
+    from farflung.sim.traffic import RecordedTraffic
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
             "clock": "VirtualClock",
             "network": "LinkModel VirtualCommunicator VirtualNetwork",
             "recording": "RecordedReplica TrafficRecorder",
-            "retime": "Retimed retimed_events",
+            "retime": "RetimedReplica build_retimed_sink",
             "runtime": "VirtualRuntime VirtualWorld",
-            "traffic": "Traffic",
+            "traffic": "RecordedTraffic",
         },
     )
 
 __all__ = [
     "LinkModel",
     "RecordedReplica",
-    "Retimed",
-    "Traffic",
+    "RecordedTraffic",
+    "RetimedReplica",
     "TrafficRecorder",
     "VirtualClock",
     "VirtualCommunicator",
     "VirtualNetwork",
     "VirtualRuntime",
     "VirtualWorld",
-    "retimed_events",
+    "build_retimed_sink",
 ]

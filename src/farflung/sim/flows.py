@@ -9,10 +9,10 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import TypeAlias
 
-from farflung.comm.framing import piece_nbytes, wire_nbytes
-from farflung.network import Fabric, Flow, Path, Tcp, Use, Wiring, repaired_s
-from farflung.network.link import Capacity, map_capacity, mean_capacity
-from farflung.noise import uniform
+from farflung.comm.framing import compute_piece_nbytes, compute_wire_nbytes
+from farflung.network import Fabric, Flow, NetworkPath, ResourceUse, TcpModel, Wiring, compute_repair_s
+from farflung.network.link import Capacity, compute_mean_capacity, map_capacity
+from farflung.noise import draw_uniform
 from farflung.sim.clock import VirtualClock
 from farflung.tasks import Pending
 
@@ -20,9 +20,9 @@ __all__ = ["Flows"]
 
 UNLIMITED_BPS = 1e21
 """Bandwidth that stands for no limit; a message takes less time than the clock can resolve."""
-AFTER_ALL_ELSE = 1
+RATE_UPDATE_PRIORITY = 1
 """Clock priority that computes rates after all flows of one time have begun or ended."""
-PIECES_AHEAD = 2
+COMMITTED_PIECES = 2
 """Pieces of a message that no other overtakes: one in transmission, and one unsent in the kernel."""
 
 
@@ -37,11 +37,11 @@ class _Message:
       departure: Completes when the last bit has left.
     """
 
-    bits: float
-    whole: float
-    arrived: Callable[[float], None]
-    left: Pending[None] = field(default_factory=Pending)
-    room: float = math.inf
+    remaining_bits: float
+    total_bits: float
+    on_arrival: Callable[[float], None]
+    departure: Pending[None] = field(default_factory=Pending)
+    quota_bits: float = math.inf
     """Bits that may leave before a more urgent message does."""
     began_s: float = 0.0
     """Time at which its first bit left."""
@@ -52,25 +52,25 @@ _Queued: TypeAlias = tuple[int, int, _Message]
 
 
 @dataclass(slots=True)
-class _Line:
+class _SendQueue:
     """Messages of one rank to another, sent one at a time over all connections of the pair."""
 
-    path: Path
+    path: NetworkPath
     src: int
     dst: int
-    piece: int
+    piece_nbytes: int
     """Bytes of a piece."""
-    tcp: Tcp | None
+    tcp: TcpModel | None
     """Congestion state of each connection, if rates are found by TCP."""
     queue: list[_Queued] = field(default_factory=list)
     """Heap of messages."""
-    sending: _Queued | None = None
+    current: _Queued | None = None
     flow: Flow | None = None
     """Current flow in the network."""
-    sent: int = 0
-    passed: float = 0.0
+    num_sent: int = 0
+    sent_bits: float = 0.0
     """Bits of the messages that have left."""
-    last_arrival: float = 0.0
+    last_arrival_s: float = 0.0
 
 
 class Flows:
@@ -87,42 +87,47 @@ class Flows:
       is_encrypted: Connections are encrypted.
     """
 
-    def __init__(self, clock: VirtualClock, wiring: Wiring, seed: int, *, sealed: bool = False) -> None:
-        self._clock, self._wiring, self._seed, self._sealed = clock, wiring, seed, sealed
+    def __init__(self, clock: VirtualClock, wiring: Wiring, seed: int, *, is_encrypted: bool = False) -> None:
+        self._clock, self._wiring, self._seed, self._is_encrypted = clock, wiring, seed, is_encrypted
         self._fabric = Fabric(wiring.capacities)
-        self._sent = 0
-        self._lines: dict[tuple[int, int], _Line] = {}
-        self._flying: dict[Flow, _Line] = {}
-        self._ceilings: dict[tuple[int, int], Use] = {}
-        self._settling = False
-        self._wakes_at = math.inf
+        self._num_sent = 0
+        self._queues: dict[tuple[int, int], _SendQueue] = {}
+        self._active_queues: dict[Flow, _SendQueue] = {}
+        self._ceilings: dict[tuple[int, int], ResourceUse] = {}
+        self._is_update_scheduled = False
+        self._wakeup_s = math.inf
 
     def send(
-        self, src: int, dst: int, nbytes: int, priority: int, arrived: Callable[[float], None]
+        self, src: int, dst: int, nbytes: int, priority: int, on_arrival: Callable[[float], None]
     ) -> Pending[None]:
-        line = self._lines.get((src, dst)) or self._laid(src, dst)
-        bits = 8.0 * wire_nbytes(nbytes, line.piece, sealed=self._sealed) / line.path.connections
-        message = _Message(bits, bits, arrived)
-        self._sent += 1
-        heappush(line.queue, (priority, self._sent, message))
-        if line.sending is None:
-            self._start(line)
-        elif priority < line.sending[0]:
-            self._give_way(line, line.sending[2])
-        return message.left
+        line = self._queues.get((src, dst)) or self._create_queue(src, dst)
+        bits = (
+            8.0
+            * compute_wire_nbytes(nbytes, line.piece_nbytes, is_encrypted=self._is_encrypted)
+            / line.path.num_connections
+        )
+        message = _Message(bits, bits, on_arrival)
+        self._num_sent += 1
+        heappush(line.queue, (priority, self._num_sent, message))
+        if line.current is None:
+            self._start_queued(line)
+        elif priority < line.current[0]:
+            self._yield_to_urgent(line, line.current[2])
+        return message.departure
 
-    def _laid(self, src: int, dst: int) -> _Line:
-        path = self._wiring.path(src, dst)
-        capacities = [mean_capacity(self._wiring.capacities[use.resource]) for use in path.uses]
-        if path.connections > 1:
+    def _create_queue(self, src: int, dst: int) -> _SendQueue:
+        path = self._wiring.get_path(src, dst)
+        capacities = [compute_mean_capacity(self._wiring.capacities[use.resource]) for use in path.uses]
+        if path.num_connections > 1:
             path = replace(
-                path, uses=tuple(Use(use.resource, use.times * path.connections) for use in path.uses)
+                path,
+                uses=tuple(ResourceUse(use.resource, use.times * path.num_connections) for use in path.uses),
             )
         if (src, dst) in self._ceilings:
             path = replace(path, uses=(*path.uses, self._ceilings[src, dst]))
-        tcp = None if path.congestion is None else Tcp(path.congestion, path.round_trip_s)
-        piece = piece_nbytes(min(capacities, default=math.inf))
-        line = self._lines[src, dst] = _Line(path, src, dst, piece, tcp)
+        tcp = None if path.congestion is None else TcpModel(path.congestion, path.round_trip_s)
+        piece = compute_piece_nbytes(min(capacities, default=math.inf))
+        line = self._queues[src, dst] = _SendQueue(path, src, dst, piece, tcp)
         return line
 
     def limit(self, src: int, dst: int, capacity: Capacity) -> None:
@@ -132,129 +137,150 @@ class Flows:
         if ceiling is not None:
             self._fabric.set_capacity(ceiling.resource, capacity)
         else:
-            connections = self._wiring.path(src, dst).connections
-            ceiling = self._ceilings[src, dst] = Use(len(self._wiring.capacities), connections)
+            connections = self._wiring.get_path(src, dst).num_connections
+            ceiling = self._ceilings[src, dst] = ResourceUse(len(self._wiring.capacities), connections)
             self._wiring.capacities.append(capacity)
-            line = self._lines.get((src, dst))
+            line = self._queues.get((src, dst))
             if line is not None:
                 line.path = replace(line.path, uses=(*line.path.uses, ceiling))
                 if line.flow is not None:
-                    self._fabric.use(line.flow, ceiling)
-        self._settle_soon()
+                    self._fabric.add_use(line.flow, ceiling)
+        self._schedule_update()
 
-    def carried_nbytes(self, src: int, dst: int) -> int:
+    def get_sent_nbytes(self, src: int, dst: int) -> int:
         """Returns the bytes that have left one rank for another so far."""
-        line = self._lines.get((src, dst))
+        line = self._queues.get((src, dst))
         if line is None:
             return 0
-        messages = [entry[2] for entry in (*line.queue, *([] if line.sending is None else [line.sending]))]
-        in_flight = 0.0 if line.flow is None else line.flow.left_at(self._clock.now())
-        bits = line.passed + sum(message.whole - message.bits for message in messages) - in_flight
-        return int(bits * line.path.connections / 8)
+        messages = [entry[2] for entry in (*line.queue, *([] if line.current is None else [line.current]))]
+        in_flight = 0.0 if line.flow is None else line.flow.compute_remaining_bits(self._clock.time())
+        bits = (
+            line.sent_bits
+            + sum(message.total_bits - message.remaining_bits for message in messages)
+            - in_flight
+        )
+        return int(bits * line.path.num_connections / 8)
 
-    def _start(self, line: _Line) -> None:
+    def _start_queued(self, queue: _SendQueue) -> None:
         """Starts the most urgent messages of a queue; those that take no time leave at once."""
-        while line.queue and line.sending is None:
-            line.sending = heappop(line.queue)
-            self._go_on(line)
+        while queue.queue and queue.current is None:
+            queue.current = heappop(queue.queue)
+            self._send_next(queue)
 
-    def _go_on(self, line: _Line) -> None:
+    def _send_next(self, queue: _SendQueue) -> None:
         """Continues the current message of a queue, unless it has left or has to yield."""
-        assert line.sending is not None
-        message = line.sending[2]
-        if not message.bits:
-            self._leave(line, message)
-        elif not message.room:
-            message.room = math.inf
-            heappush(line.queue, line.sending)
-            line.sending = None
-        elif line.tcp is not None:
-            self._clock.at(max(line.tcp.free_s, self._clock.now()), partial(self._fly, line, message))
+        assert queue.current is not None
+        message = queue.current[2]
+        if not message.remaining_bits:
+            self._finish_message(queue, message)
+        elif not message.quota_bits:
+            message.quota_bits = math.inf
+            heappush(queue.queue, queue.current)
+            queue.current = None
+        elif queue.tcp is not None:
+            self._clock.call_at(
+                max(queue.tcp.next_send_s, self._clock.time()), partial(self._start_flight, queue, message)
+            )
         else:
-            self._flow(line, message, min(message.bits, message.room))
+            self._start_flow(queue, message, min(message.remaining_bits, message.quota_bits))
 
-    def _fly(self, line: _Line, message: _Message) -> None:
+    def _start_flight(self, queue: _SendQueue, message: _Message) -> None:
         """Starts a flow of as many bits as the connection sends before an acknowledgement."""
-        assert line.tcp is not None
-        if message.bits == message.whole:
-            message.began_s = self._clock.now()
-        self._flow(line, message, line.tcp.flight(self._clock.now(), min(message.bits, message.room)))
+        assert queue.tcp is not None
+        if message.remaining_bits == message.total_bits:
+            message.began_s = self._clock.time()
+        self._start_flow(
+            queue,
+            message,
+            queue.tcp.start_flight(self._clock.time(), min(message.remaining_bits, message.quota_bits)),
+        )
 
-    def _flow(self, line: _Line, message: _Message, bits: float) -> None:
-        message.bits -= bits
-        message.room -= bits
-        if line.path.uses:
-            line.flow = self._fabric.start(bits, line.path.uses)
-            self._flying[line.flow] = line
-            self._settle_soon()
+    def _start_flow(self, queue: _SendQueue, message: _Message, bits: float) -> None:
+        message.remaining_bits -= bits
+        message.quota_bits -= bits
+        if queue.path.uses:
+            queue.flow = self._fabric.start(bits, queue.path.uses)
+            self._active_queues[queue.flow] = queue
+            self._schedule_update()
         else:
-            self._passed(line)
+            self._handle_flow_end(queue)
 
-    def _give_way(self, line: _Line, message: _Message) -> None:
+    def _yield_to_urgent(self, queue: _SendQueue, message: _Message) -> None:
         """Limits the current message to committed pieces and data in flight, so that an urgent one follows."""
-        if message.room < math.inf:
+        if message.quota_bits < math.inf:
             return
-        time_s, piece = self._clock.now(), 8.0 * line.piece
-        in_flight_bits = 0.0 if line.flow is None else line.flow.left_at(time_s)
-        sent_bits = message.whole - message.bits - in_flight_bits
-        room_bits = (sent_bits // piece + PIECES_AHEAD) * piece - sent_bits
-        if in_flight_bits > room_bits and line.flow is not None and (line.tcp is None or line.tcp.filled):
-            self._fabric.shorten(line.flow, time_s, room_bits)
-            message.bits += in_flight_bits - room_bits
-            if line.tcp is not None:
-                line.tcp.hold_back(in_flight_bits - room_bits)
-            self._settle_soon()
-        message.room = max(0.0, room_bits - in_flight_bits)
+        time_s, piece = self._clock.time(), 8.0 * queue.piece_nbytes
+        in_flight_bits = 0.0 if queue.flow is None else queue.flow.compute_remaining_bits(time_s)
+        sent_bits = message.total_bits - message.remaining_bits - in_flight_bits
+        room_bits = (sent_bits // piece + COMMITTED_PIECES) * piece - sent_bits
+        if (
+            in_flight_bits > room_bits
+            and queue.flow is not None
+            and (queue.tcp is None or queue.tcp.is_saturated)
+        ):
+            self._fabric.truncate(queue.flow, time_s, room_bits)
+            message.remaining_bits += in_flight_bits - room_bits
+            if queue.tcp is not None:
+                queue.tcp.reduce_flight(in_flight_bits - room_bits)
+            self._schedule_update()
+        message.quota_bits = max(0.0, room_bits - in_flight_bits)
 
-    def _passed(self, line: _Line) -> None:
+    def _handle_flow_end(self, queue: _SendQueue) -> None:
         """Handles the end of a queue's flow."""
-        line.flow = None
-        departure_s = self._clock.now() if line.tcp is None else line.tcp.passed(self._clock.now())
-        if departure_s > self._clock.now():
-            self._clock.at(departure_s, partial(self._continue, line))
+        queue.flow = None
+        departure_s = self._clock.time() if queue.tcp is None else queue.tcp.finish_flight(self._clock.time())
+        if departure_s > self._clock.time():
+            self._clock.call_at(departure_s, partial(self._resume_queue, queue))
         else:
-            self._continue(line)
+            self._resume_queue(queue)
 
-    def _continue(self, line: _Line) -> None:
-        self._go_on(line)
-        self._start(line)
+    def _resume_queue(self, queue: _SendQueue) -> None:
+        self._send_next(queue)
+        self._start_queued(queue)
 
-    def _leave(self, line: _Line, message: _Message) -> None:
+    def _finish_message(self, queue: _SendQueue, message: _Message) -> None:
         """Finishes a message whose last bit has left, and schedules its arrival."""
-        line.sending = None
-        delay = line.path.latency_s
-        if line.path.jitter_s:
-            random = uniform(self._seed, line.src, line.dst, line.sent)
-            delay += line.path.jitter_s * (2.0 * random - 1.0)
-        if line.tcp is not None and line.path.loss:
-            lost, repeat = (uniform(self._seed, line.src, line.dst, line.sent, index) for index in (1, 2))
-            bits, duration_s = message.whole * line.path.connections, self._clock.now() - message.began_s
-            path, is_last = line.path, not line.queue
-            delay += repaired_s(bits, duration_s, path.round_trip_s, path.loss, (lost, repeat), last=is_last)
-        line.sent += 1
-        line.passed += message.whole
-        arrival_s = line.last_arrival = max(self._clock.now() + delay, line.last_arrival)
-        self._clock.at(arrival_s, partial(message.arrived, arrival_s))
-        message.left.set(None)
+        queue.current = None
+        delay = queue.path.latency_s
+        if queue.path.jitter_s:
+            random = draw_uniform(self._seed, queue.src, queue.dst, queue.num_sent)
+            delay += queue.path.jitter_s * (2.0 * random - 1.0)
+        if queue.tcp is not None and queue.path.loss:
+            lost, repeat = (
+                draw_uniform(self._seed, queue.src, queue.dst, queue.num_sent, index) for index in (1, 2)
+            )
+            bits, duration_s = (
+                message.total_bits * queue.path.num_connections,
+                self._clock.time() - message.began_s,
+            )
+            path, is_last = queue.path, not queue.queue
+            delay += compute_repair_s(
+                bits, duration_s, path.round_trip_s, path.loss, (lost, repeat), is_last=is_last
+            )
+        queue.num_sent += 1
+        queue.sent_bits += message.total_bits
+        arrival_s = queue.last_arrival_s = max(self._clock.time() + delay, queue.last_arrival_s)
+        self._clock.call_at(arrival_s, partial(message.on_arrival, arrival_s))
+        message.departure.set_result(None)
 
-    def _settle_soon(self) -> None:
-        if not self._settling:
-            self._settling = True
-            self._clock.at(self._clock.now(), self._settle, AFTER_ALL_ELSE)
+    def _schedule_update(self) -> None:
+        if not self._is_update_scheduled:
+            self._is_update_scheduled = True
+            self._clock.call_at(self._clock.time(), self._update_rates, RATE_UPDATE_PRIORITY)
 
-    def _settle(self) -> None:
-        self._settling = False
-        self._fabric.settle(self._clock.now())
-        next_s = self._fabric.due()
-        if next_s < self._wakes_at:
-            self._wakes_at = next_s
-            self._clock.at(next_s, self._wake)
+    def _update_rates(self) -> None:
+        self._is_update_scheduled = False
+        self._fabric.update_rates(self._clock.time())
+        next_s = self._fabric.get_next_event_s()
+        if next_s < self._wakeup_s:
+            self._wakeup_s = next_s
+            self._clock.call_at(next_s, self._wake)
 
     def _wake(self) -> None:
-        time_s = self._clock.now()
-        if time_s < self._wakes_at:
+        time_s = self._clock.time()
+        if time_s < self._wakeup_s:
             return  # an earlier wake-up was scheduled since, and has run
-        self._wakes_at = math.inf
-        for flow in self._fabric.ended(time_s):
-            self._passed(self._flying.pop(flow))
-        self._settle_soon()
+        self._wakeup_s = math.inf
+        for flow in self._fabric.pop_ended(time_s):
+            self._handle_flow_end(self._active_queues.pop(flow))
+        self._schedule_update()

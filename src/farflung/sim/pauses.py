@@ -21,54 +21,60 @@ class Pauses:
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
-        self._since: dict[Hashable, float] = {}
-        self._lost_s: dict[Hashable, float] = {}
-        self._held: dict[Hashable, list[tuple[float, Callable[[float], None]]]] = {}
-        self._last_due: dict[tuple[int, int], float] = {}
+        self._paused_since_s: dict[Hashable, float] = {}
+        self._paused_s: dict[Hashable, float] = {}
+        self._pending_calls: dict[Hashable, list[tuple[float, Callable[[float], None]]]] = {}
+        self._last_arrival_s: dict[tuple[int, int], float] = {}
 
-    def stop(self, key: Hashable) -> None:
+    def pause(self, key: Hashable) -> None:
         """Pauses a rank or a link."""
-        self._since.setdefault(key, self._clock.now())
+        self._paused_since_s.setdefault(key, self._clock.time())
 
-    def go_on(self, key: Hashable) -> None:
+    def resume(self, key: Hashable) -> None:
         """Resumes a rank or a link, and its pending events."""
-        if key in self._since:
-            self._lost_s[key] = self.lost_s(key)
-            del self._since[key]
-            for due_s, fn in self._held.pop(key, []):
-                self.wait(key, due_s, fn)
+        if key in self._paused_since_s:
+            self._paused_s[key] = self.get_paused_s(key)
+            del self._paused_since_s[key]
+            for due_s, fn in self._pending_calls.pop(key, []):
+                self.call_at(key, due_s, fn)
 
-    def stopped(self, key: Hashable) -> bool:
-        return key in self._since
+    def is_paused(self, key: Hashable) -> bool:
+        return key in self._paused_since_s
 
-    def lost_s(self, key: Hashable) -> float:
+    def get_paused_s(self, key: Hashable) -> float:
         """Returns the seconds of all pauses so far."""
-        earlier_s = self._lost_s.get(key, 0.0)
-        return earlier_s + self._clock.now() - self._since[key] if key in self._since else earlier_s
+        earlier_s = self._paused_s.get(key, 0.0)
+        return (
+            earlier_s + self._clock.time() - self._paused_since_s[key]
+            if key in self._paused_since_s
+            else earlier_s
+        )
 
-    def wait(self, key: Hashable, due: float, fn: Callable[[float], None]) -> None:
-        """Calls ``fn(time)`` as soon as ``due_s`` running seconds have passed; at once if they have."""
-        if key in self._since:
-            self._held.setdefault(key, []).append((due, fn))
+    def call_at(self, key: Hashable, due_s: float, fn: Callable[[float], None]) -> None:
+        """Calls ``fn(time)`` as soon as ``next_check_s`` running seconds have passed; at once if they have."""
+        if key in self._paused_since_s:
+            self._pending_calls.setdefault(key, []).append((due_s, fn))
             return
-        call_s = due + self.lost_s(key)
-        if call_s <= self._clock.now():
-            fn(self._clock.now())
+        call_s = due_s + self.get_paused_s(key)
+        if call_s <= self._clock.time():
+            fn(self._clock.time())
         else:
-            self._clock.at(call_s, partial(self.wait, key, due, fn))
+            self._clock.call_at(call_s, partial(self.call_at, key, due_s, fn))
 
-    def on_the_way(self, src: int, dst: int, arrived: Callable[[float], None]) -> Callable[[float], None]:
-        """Returns the function to call at the arrival of a message sent now, in place of ``on_arrival``.
+    def wrap_arrival(
+        self, src: int, dst: int, on_arrival: Callable[[float], None]
+    ) -> Callable[[float], None]:
+        """Returns the function to call at the arrival of a message sent now, in place of ``handle_arrivals``.
 
         A message needs as much time without a cut as it would have taken, and never overtakes an earlier one. Shared
         capacity that it takes meanwhile is not given back.
         """
         key = (src, dst)
-        paused_s = self.lost_s(key)
+        paused_s = self.get_paused_s(key)
 
         def handle_arrival(t: float) -> None:
-            due_s = max(t - paused_s, self._last_due.get((src, dst), 0.0))
-            self._last_due[src, dst] = due_s
-            self.wait(key, due_s, arrived)
+            due_s = max(t - paused_s, self._last_arrival_s.get((src, dst), 0.0))
+            self._last_arrival_s[src, dst] = due_s
+            self.call_at(key, due_s, on_arrival)
 
         return handle_arrival

@@ -23,8 +23,8 @@ from farflung.types import (
     Contribution,
     Json,
     Payload,
-    Reduced,
     Reducer,
+    ReduceResult,
     Seeds,
     SegmentCoding,
     State,
@@ -51,29 +51,31 @@ class TrafficRecorder(JsonLinesFile):
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        super().__init__(path, fresh=True)
+        super().__init__(path, should_overwrite=True)
         self._size = size
-        self._journeys: dict[tuple[Op, ...], int] = {}
-        self._open: dict[tuple[int, int], dict[int, int]] = {}
-        self._begun: dict[int, tuple[int, int]] = {}
-        self._learned: dict[tuple[str, int], tuple[Op, ...]] = {}
+        self._traces: dict[tuple[Op, ...], int] = {}
+        self._pending_exchanges: dict[tuple[int, int], dict[int, int]] = {}
+        self._exchange_counts: dict[int, tuple[int, int]] = {}
+        self._update_ops: dict[tuple[str, int], tuple[Op, ...]] = {}
 
-    def begin(self, rank: int, step: int) -> int:
+    def begin_exchange(self, rank: int, step: int) -> int:
         """Counts an exchange that a rank begins, and returns how many it has begun before at this step."""
-        latest_step, count = self._begun.get(rank, (step, 0))
+        latest_step, count = self._exchange_counts.get(rank, (step, 0))
         number = count if latest_step == step else 0
-        self._begun[rank] = step, number + 1
+        self._exchange_counts[rank] = step, number + 1
         return number
 
-    def end(self, rank: int, step: int, number: int, ops: tuple[Op, ...], result: Reduced) -> None:
+    def end_exchange(
+        self, rank: int, step: int, number: int, ops: tuple[Op, ...], result: ReduceResult
+    ) -> None:
         """Records a rank's completed exchange."""
-        if ops not in self._journeys:
-            self._journeys[ops] = len(self._journeys)
-            self.add({"journey": self._journeys[ops], "ops": [list(op) for op in ops]})
-        traces = self._open.setdefault((step, number), {})
-        traces[rank] = self._journeys[ops]
+        if ops not in self._traces:
+            self._traces[ops] = len(self._traces)
+            self.add({"journey": self._traces[ops], "ops": [list(op) for op in ops]})
+        traces = self._pending_exchanges.setdefault((step, number), {})
+        traces[rank] = self._traces[ops]
         if len(traces) == self._size:
-            del self._open[step, number]
+            del self._pending_exchanges[step, number]
             self.add(
                 {
                     "step": step,
@@ -81,18 +83,18 @@ class TrafficRecorder(JsonLinesFile):
                     "journeys": [traces[rank] for rank in range(self._size)],
                     "weight": result.weight,
                     "metadata": result.metadata.tolist(),
-                    "learns": result.learn is not None,
+                    "learns": result.update_state is not None,
                 }
             )
 
-    def learned(self, together: bool, step: int, number: int, ops: tuple[Op, ...]) -> None:
+    def record_update(self, is_joint: bool, step: int, number: int, ops: tuple[Op, ...]) -> None:
         """Records a rank's update of the reducer state, from one exchange or jointly from all of a step."""
-        kind = "learn_together" if together else "learn"
-        if ops != self._learned.get((kind, number), ()):
-            self._learned[kind, number] = ops
+        kind = "learn_together" if is_joint else "learn"
+        if ops != self._update_ops.get((kind, number), ()):
+            self._update_ops[kind, number] = ops
             self.add({"step": step, "number": number, kind: [list(op) for op in ops]})
 
-    def filled(self, rank: int, step: int, order: list[int]) -> None:
+    def record_fill(self, rank: int, step: int, order: list[int]) -> None:
         """Records the order in which a backward pass has filled its buckets."""
         if order != sorted(order):
             self.add({"step": step, "rank": rank, "fill": cast("list[Json]", order)})
@@ -111,7 +113,9 @@ class RecordedReplica(Replica):
     @override
     def __post_init__(self) -> None:
         if self.recorder is not None:
-            self.parts = replace(self.parts, reducer=_RecordingReducer(self.parts.reducer, self.recorder))
+            self.components = replace(
+                self.components, reducer=_RecordingReducer(self.components.reducer, self.recorder)
+            )
         Replica.__post_init__(self)
 
     @override
@@ -124,7 +128,7 @@ class RecordedReplica(Replica):
 
         Replica.backward(self, loss, record_ready)
         if self.recorder is not None:
-            self.recorder.filled(self.runtime.comm.rank, self.step_done, order)
+            self.recorder.record_fill(self.runtime.comm.rank, self.completed_steps, order)
 
 
 class _RecordingReducer(Reducer):
@@ -152,32 +156,36 @@ class _RecordingReducer(Reducer):
         return self._reducer.init(spec, seeds)
 
     @override
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
-        number = self._recorder.begin(channel.rank, step)
-        proxy = _WatchedChannel(channel)
-        result = await self._reducer.reduce(cast(Channel, proxy), slot, own, step=step)
-        self._recorder.end(channel.rank, step, number, proxy.taken(), result)
-        update, joint_update = result.learn, result.learn_together
+    async def reduce(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
+    ) -> ReduceResult:
+        number = self._recorder.begin_exchange(channel.rank, step)
+        proxy = _RecordingChannel(channel)
+        result = await self._reducer.reduce(cast(Channel, proxy), slot, contribution, step=step)
+        self._recorder.end_exchange(channel.rank, step, number, proxy.take_ops(), result)
+        update, joint_update = result.update_state, result.update_all_states
         if update is not None:
-            result = replace(result, learn=self._kept(update, proxy, False, step, number))
+            result = replace(result, update_state=self._wrap_update(update, proxy, False, step, number))
         if joint_update is not None:
-            result = replace(result, learn_together=self._kept(joint_update, proxy, True, step, number))
+            result = replace(
+                result, update_all_states=self._wrap_update(joint_update, proxy, True, step, number)
+            )
         return result
 
-    def _kept(
-        self, learn: Callable[[S], S], watched: _WatchedChannel, together: bool, step: int, number: int
+    def _wrap_update(
+        self, update: Callable[[S], S], channel: _RecordingChannel, is_joint: bool, step: int, number: int
     ) -> Callable[[S], S]:
         """Wraps an update so that the cost is recorded."""
 
         def record_update(states: S) -> S:
-            new_states = learn(states)
-            self._recorder.learned(together, step, number, watched.taken())
+            new_states = update(states)
+            self._recorder.record_update(is_joint, step, number, channel.take_ops())
             return new_states
 
         return record_update
 
 
-class _WatchedChannel:
+class _RecordingChannel:
     """Channel that records its operations.
 
     A collective without a codec is recorded as one operation by its requested name, such as ``auto``. Its messages
@@ -192,7 +200,7 @@ class _WatchedChannel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
 
-    def taken(self) -> tuple[Op, ...]:
+    def take_ops(self) -> tuple[Op, ...]:
         """Returns the operations since the last call."""
         ops, self._ops = tuple(self._ops), []
         return ops
@@ -200,7 +208,7 @@ class _WatchedChannel:
     def hops(self, count: int) -> int:
         if count:
             self._ops.append(("hops", count))
-        return self._channel.hops(count)
+        return self._channel.reserve_hops(count)
 
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
         self._ops.append(("compute", *cost))
@@ -217,16 +225,16 @@ class _WatchedChannel:
         return self._channel.recv(src, hop, expect)
 
     def collective(self, name: str) -> AllReduce:
-        inner = self._channel.collective(name)
+        inner = self._channel.get_collective(name)
 
         async def record_collective(
-            channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+            channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
         ) -> tuple[Tensor, Tensor]:
             if coding is not None:
-                return await inner(channel, tensor, side, coding=coding)
+                return await inner(channel, tensor, metadata, coding=coding)
             self._ops.append(
-                ("whole", name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), side.numel())
+                ("whole", name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), metadata.numel())
             )
-            return await inner(self._channel, tensor, side)
+            return await inner(self._channel, tensor, metadata)
 
         return record_collective

@@ -17,8 +17,8 @@ from typing_extensions import override
 from farflung.engine import StepMetadata
 from farflung.errors import DataError
 from farflung.loop import Checkpoints, Replica
-from farflung.sim.traffic import Op, Traffic
-from farflung.telemetry import BYTES, TIMES, Event, Sink
+from farflung.sim.traffic import Op, RecordedTraffic
+from farflung.telemetry import BYTE_FIELDS, TIME_FIELDS, Event, Sink
 from farflung.types import (
     Batch,
     Channel,
@@ -28,10 +28,10 @@ from farflung.types import (
     Dataset,
     Json,
     Payload,
-    Reduced,
     Reducer,
+    ReduceResult,
     SampleIds,
-    ScoredBy,
+    ScoreKind,
     Seeds,
     State,
     StateSlot,
@@ -39,13 +39,13 @@ from farflung.types import (
     Workload,
 )
 
-__all__ = ["Retimed", "retimed_events"]
+__all__ = ["RetimedReplica", "build_retimed_sink"]
 
 S = TypeVar("S")
 
 
 @dataclass(slots=True)
-class Retimed(Replica):
+class RetimedReplica(Replica):
     """Replica that draws batches and sends what a run has sent, and computes nothing.
 
     Args:
@@ -53,34 +53,36 @@ class Retimed(Replica):
       has_checkpoints: The run wrote checkpoints; all replicas then wait for each other at these steps.
     """
 
-    traffic: Traffic = field(default_factory=Traffic)
-    checkpointed: bool = True
+    traffic: RecordedTraffic = field(default_factory=RecordedTraffic)
+    has_checkpoints: bool = True
 
     @override
     def __post_init__(self) -> None:
-        self.workload = _Hollow(self.workload)
-        self.parts = replace(self.parts, reducer=_Mover(self.traffic, self.parts.reducer))
-        self.checkpoints = _Unkept() if self.checkpointed else None
+        self.workload = _StubWorkload(self.workload)
+        self.components = replace(
+            self.components, reducer=_ReplayReducer(self.traffic, self.components.reducer)
+        )
+        self.checkpoints = _NullCheckpoints() if self.has_checkpoints else None
         Replica.__post_init__(self)
 
     @override
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, StepMetadata]:
         del weights
-        return torch.zeros(()), StepMetadata(0.0, self.drawing.weight(len(batch)), len(batch))
+        return torch.zeros(()), StepMetadata(0.0, self.batch_loader.compute_weight(len(batch)), len(batch))
 
     @override
-    def scorer(self, by: ScoredBy) -> Callable[[SampleIds], Tensor]:
+    def build_scorer(self, by: ScoreKind) -> Callable[[SampleIds], Tensor]:
         return lambda ids: torch.ones(len(ids))
 
     @override
-    def losses(self) -> Callable[[SampleIds], Tensor]:
+    def build_loss_fn(self) -> Callable[[SampleIds], Tensor]:
         return lambda ids: torch.full((len(ids),), math.nan)
 
     @override
     def backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
         del loss
         rank, buckets = self.runtime.comm.rank, range(len(self.buckets.buckets))
-        order = self.traffic.fills.get((self.step_done, rank), buckets)
+        order = self.traffic.fills.get((self.completed_steps, rank), buckets)
         if sorted(order) != [*buckets]:
             raise DataError(f"the run's traffic has no order of {len(buckets)} buckets: simulate it again")
         for index in order:
@@ -91,7 +93,7 @@ class Retimed(Replica):
         """Does nothing."""
 
 
-def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
+def build_retimed_sink(stored_events: Sequence[Event], *sinks: Sink) -> Sink:
     """Builds a sink for one retimed replica, which changes only times and bytes of the stored events.
 
     Args:
@@ -103,19 +105,20 @@ def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
     """
     # By key: an evaluation is reported when all ranks have reached it, which may be steps later.
     expected: dict[tuple[Json, ...], deque[Event]] = {}
-    for event in stored:
-        expected.setdefault(_named(event), deque()).append(event)
+    for event in stored_events:
+        expected.setdefault(_get_key(event), deque()).append(event)
 
     def emit_retimed(event: Event) -> None:
-        queue = expected.get(_named(event))
-        if not queue or not (TIMES | BYTES) & queue[0].keys() <= event.keys():
+        queue = expected.get(_get_key(event))
+        if not queue or not (TIME_FIELDS | BYTE_FIELDS) & queue[0].keys() <= event.keys():
             raise DataError(
                 f"the run's events and its traffic differ at {event['event']} of rank {event['rank']}: "
                 "simulate it again"
             )
         stored_event = queue.popleft()
         result: Event = {
-            key: event[key] if key in TIMES | BYTES else value for key, value in stored_event.items()
+            key: event[key] if key in TIME_FIELDS | BYTE_FIELDS else value
+            for key, value in stored_event.items()
         }
         for target in sinks:
             target(result)
@@ -123,16 +126,16 @@ def retimed_events(stored: Sequence[Event], *sinks: Sink) -> Sink:
     return emit_retimed
 
 
-def _named(event: Event) -> tuple[Json, ...]:
+def _get_key(event: Event) -> tuple[Json, ...]:
     return tuple(event.get(key) for key in ("event", "rank", "step"))
 
 
-class _Mover(Reducer):
+class _ReplayReducer(Reducer):
     """Reducer that replays recorded traces of another one."""
 
-    def __init__(self, traffic: Traffic, reducer: Reducer) -> None:
+    def __init__(self, traffic: RecordedTraffic, reducer: Reducer) -> None:
         self._traffic, self.codec = traffic, getattr(reducer, "codec", None)
-        self._begun: tuple[int, int] = (-1, 0)
+        self._exchange_count: tuple[int, int] = (-1, 0)
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -140,64 +143,68 @@ class _Mover(Reducer):
         return CodecState()
 
     @override
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+    async def reduce(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
+    ) -> ReduceResult:
         del slot
-        number = self._begun[1] if self._begun[0] == step else 0
-        self._begun = step, number + 1
+        number = self._exchange_count[1] if self._exchange_count[0] == step else 0
+        self._exchange_count = step, number + 1
         record = self._traffic.exchanges.get((step, number))
         if record is None:
             raise DataError(f"the run's traffic holds no exchange {number} of step {step}: simulate it again")
-        for op in self._traffic.journeys[record.journeys[channel.rank]]:
-            await _again(op, channel)
+        for op in self._traffic.traces[record.traces[channel.rank]]:
+            await _replay_op(op, channel)
         metadata = torch.tensor(record.metadata, dtype=torch.float64)
-        update_ops = self._traffic.learning(step, number)
-        joint_ops = self._traffic.learning(step, number, together=True)
-        return Reduced(
-            own.tensor,
+        update_ops = self._traffic.find_update(step, number)
+        joint_ops = self._traffic.find_update(step, number, is_joint=True)
+        return ReduceResult(
+            contribution.tensor,
             record.weight,
             metadata,
-            partial(_relearned, channel, update_ops) if record.learns else None,
-            partial(_relearned, channel, joint_ops) if joint_ops else None,
+            partial(_replay_update, channel, update_ops) if record.has_update else None,
+            partial(_replay_update, channel, joint_ops) if joint_ops else None,
         )
 
 
-async def _again(op: Op, channel: Channel) -> None:
+async def _replay_op(op: Op, channel: Channel) -> None:
     """Replays one operation of a trace."""
     kind, *fields = op
     if kind == "whole":
         collective, dtype, numel, side = fields
-        all_reduce = channel.collective(str(collective))
-        await all_reduce(channel, _hollow(str(dtype), int(numel)), _hollow("float64", int(side)))
+        all_reduce = channel.get_collective(str(collective))
+        await all_reduce(
+            channel, _create_stub_tensor(str(dtype), int(numel)), _create_stub_tensor("float64", int(side))
+        )
     elif kind == "compute":
-        _compute(op, channel)
+        _charge_compute(op, channel)
     elif kind == "hops":
-        channel.hops(int(fields[0]))
+        channel.reserve_hops(int(fields[0]))
     elif kind == "send":
         dst, hop, nbytes = map(int, fields)
-        channel.send(Payload((_hollow("uint8", nbytes),)), dst, hop)
+        channel.send(Payload((_create_stub_tensor("uint8", nbytes),)), dst, hop)
     else:
         src, hop = map(int, fields)
         await channel.recv(src, hop)
 
 
-def _compute(op: Op, channel: Channel) -> None:
+def _charge_compute(op: Op, channel: Channel) -> None:
     _, operation, method, numel = op
     channel.compute(CodingCost(str(operation), str(method), int(numel)), lambda: None)
 
 
-def _relearned(channel: Channel, ops: Sequence[Op], states: S) -> S:
+def _replay_update(channel: Channel, ops: Sequence[Op], states: S) -> S:
     """Replays the computations of an update, and returns the states unchanged."""
     for op in ops:
-        _compute(op, channel)
+        _charge_compute(op, channel)
     return states
 
 
-def _hollow(dtype: str, numel: int) -> Tensor:
+def _create_stub_tensor(dtype: str, numel: int) -> Tensor:
     """Creates a tensor that has a size and no content."""
     return torch.empty(numel, dtype=getattr(torch, dtype), device="meta")
 
 
-class _Hollow:
+class _StubWorkload:
     """Workload whose samples have a number and no content."""
 
     name = "retimed"
@@ -206,35 +213,35 @@ class _Hollow:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
 
-    def model(self, generator: torch.Generator) -> nn.Module:
-        return self._workload.model(generator)
+    def build_model(self, generator: torch.Generator) -> nn.Module:
+        return self._workload.build_model(generator)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         del model
         return torch.zeros(len(batch))
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
         del model
         return torch.zeros(len(batch))
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
-        train, test = self._workload.datasets()
-        return _Numbers(train), _Numbers(test)
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
+        train, test = self._workload.load_datasets()
+        return _StubDataset(train), _StubDataset(test)
 
 
-class _Numbers:
+class _StubDataset:
     """Data set whose samples have sizes and no content."""
 
     labels: Tensor | None = None
 
     def __init__(self, data: Dataset) -> None:
-        self._count, first = len(data), data.rows(torch.tensor([0]))
+        self._num_samples, first = len(data), data.get_rows(torch.tensor([0]))
         self._row = Batch(first.inputs.to("meta"), first.targets.to("meta"))
 
     def __len__(self) -> int:
-        return self._count
+        return self._num_samples
 
-    def rows(self, ids: SampleIds) -> Batch:
+    def get_rows(self, ids: SampleIds) -> Batch:
         inputs, targets = self._row.inputs, self._row.targets
         return Batch(inputs.expand(len(ids), *inputs.shape[1:]), targets.expand(len(ids), *targets.shape[1:]))
 
@@ -243,18 +250,18 @@ class _Numbers:
         return rows
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
-        return self.prepare(self.rows(ids), train=train)
+        return self.prepare(self.get_rows(ids), train=train)
 
 
-class _Unkept(Checkpoints):
+class _NullCheckpoints(Checkpoints):
     """Checkpoints that are not written."""
 
     def __init__(self) -> None:
-        super().__init__(Path(), 0, 1, leader=False)
+        super().__init__(Path(), 0, 1, is_leader=False)
 
     @override
-    def save(self, step: int, shared: State, own: State) -> Path:
-        del shared, own
+    def save(self, step: int, shared_state: State, replica_state: State) -> Path:
+        del shared_state, replica_state
         return self.folder / f"step-{step:08d}"
 
     @override

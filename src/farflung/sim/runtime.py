@@ -11,26 +11,32 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from farflung import tasks
-from farflung.comm import AUTO, Mailbox, collective_named
-from farflung.decisions import COLLECTIVE, DecisionLog, adopt_collectives, collectives_of, decide_by_rank_0
+from farflung.comm import AUTO, Mailbox, find_collective
+from farflung.decisions import (
+    COLLECTIVE,
+    DecisionLog,
+    apply_collectives,
+    decide_by_rank_0,
+    resolve_collectives,
+)
 from farflung.devices import DeviceProfile, Moment
 from farflung.errors import ConfigError, RunLost
 from farflung.faults import FaultInjector, FaultPlan
 from farflung.network import Link, NetworkProfile
 from farflung.seeding import RandomState
 from farflung.sim.clock import VirtualClock
-from farflung.sim.lane import Lane
-from farflung.sim.network import UntimedSums, VirtualNetwork
-from farflung.sim.stage import VirtualStage
+from farflung.sim.coding_processor import VirtualCodingProcessor
+from farflung.sim.fault_environment import VirtualFaultEnvironment
+from farflung.sim.network import UntimedAllReduce, VirtualNetwork
 from farflung.tasks import Pending, Task
-from farflung.types import Communicator, Cost, Decision, Elastic, Json
+from farflung.types import Communicator, Cost, Decision, ElasticMembership, Json
 
 __all__ = ["VirtualRuntime", "VirtualWorld"]
 
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
-SELDOM = 100
+GC_THRESHOLD_FACTOR = 100
 """Factor by which full searches for cyclic garbage are rarer in a simulation."""
 
 
@@ -69,38 +75,45 @@ class VirtualWorld:
         deadline_s: float = DEADLINE_S,
         decisions: DecisionLog | None = None,
         count_evaluation: bool = False,
-        whole: bool = True,
-        absent: Iterable[int] = (),
+        needs_all_members: bool = True,
+        absent_ranks: Iterable[int] = (),
     ) -> None:
         faults = faults or FaultPlan()
         self.clock = VirtualClock()
-        self.encrypted = network is not None
+        self.is_encrypted = network is not None
         """True if messages are encrypted, as those of real runs between machines are."""
         self.network = VirtualNetwork(
-            self.clock, size, network or Link(), seed=seed, encrypted=self.encrypted
+            self.clock, size, network or Link(), seed=seed, is_encrypted=self.is_encrypted
         )
-        self.off_clock: VirtualNetwork | None = None
+        self.untimed_network: VirtualNetwork | None = None
         """Network whose messages take no virtual time; it has the losses and deadlines of :attr:`network`."""
         if not count_evaluation:
-            self.off_clock = VirtualNetwork(self.clock, size, Link(), mailboxes=self.network.mailboxes)
-            if whole and not faults.faults:
-                self.off_clock.untimed_sums = UntimedSums()
+            self.untimed_network = VirtualNetwork(self.clock, size, Link(), mailboxes=self.network.mailboxes)
+            if needs_all_members and not faults.faults:
+                self.untimed_network.untimed_all_reduce = UntimedAllReduce()
         self.seed = seed
         self.decisions = decisions or DecisionLog()
-        self.stage = VirtualStage(self.clock, self.network, faults, deadline_s, whole=whole, absent=absent)
-        if self.off_clock is not None:
-            self.off_clock.membership = self.network.membership
-        self.injector = FaultInjector(faults, self.stage)
+        self.environment = VirtualFaultEnvironment(
+            self.clock,
+            self.network,
+            faults,
+            deadline_s,
+            needs_all_members=needs_all_members,
+            absent_ranks=absent_ranks,
+        )
+        if self.untimed_network is not None:
+            self.untimed_network.membership = self.network.membership
+        self.injector = FaultInjector(faults, self.environment)
         """Sink for the events of all replicas."""
         self.runtimes = [
             VirtualRuntime(self, rank, profile)
-            for rank, profile in enumerate(_devices(size, device, seconds_per_sample))
+            for rank, profile in enumerate(_expand_devices(size, device, seconds_per_sample))
         ]
-        self.stage.leaves = self._leaves
-        self.stage.events = lambda rank: self.runtimes[rank].events
-        self.network.charge([runtime.lane for runtime in self.runtimes])
+        self.environment.did_request_leave = self._did_request_leave
+        self.environment.count_events = lambda rank: self.runtimes[rank].events
+        self.network.set_coding_processors([runtime.coding_processor for runtime in self.runtimes])
 
-    def _leaves(self, rank: int) -> bool:
+    def _did_request_leave(self, rank: int) -> bool:
         elastic = self.runtimes[rank].elastic
         if elastic is not None:
             elastic.leave()
@@ -110,7 +123,7 @@ class VirtualWorld:
         self,
         coroutines: Sequence[Coroutine[Pending[Any], None, T]],
         *,
-        again: Callable[[VirtualRuntime], Coroutine[Pending[Any], None, T]] | None = None,
+        build_rejoined: Callable[[VirtualRuntime], Coroutine[Pending[Any], None, T]] | None = None,
     ) -> list[T]:
         """Drives one coroutine of each replica to its end.
 
@@ -132,39 +145,43 @@ class VirtualWorld:
 
         def begin(rank: int) -> Task[T]:
             if rank in waiting:
-                return Task(waiting.pop(rank), self.runtimes[rank].soon)
-            if again is None:
+                return Task(waiting.pop(rank), self.runtimes[rank].call_soon)
+            if build_rejoined is None:
                 raise ConfigError(
                     f"rank {rank} comes in again: say what it runs by run(coroutines, again=...)"
                 )
-            runtime = self._renewed(rank)
-            return Task(again(runtime), runtime.soon)
+            runtime = self._create_runtime(rank)
+            return Task(build_rejoined(runtime), runtime.call_soon)
 
         if len(waiting) != len(self.runtimes):
             raise ConfigError(f"{len(waiting)} coroutines for {len(self.runtimes)} replicas")
         try:
-            with RandomState.scope(), _settled_memory():
-                self.stage.watch(begin)
+            with RandomState.preserve_globals(), _reduce_collections():
+                self.environment.start_replicas(begin)
                 self.clock.run()
         finally:
             for coroutine in waiting.values():
                 coroutine.close()
-        if self.stage.error is not None:
-            raise self.stage.error
-        running, errors, hung = self.stage.running, self.stage.errors, self.stage.find_hung()
-        lost_ranks = self.stage.crashed | hung
+        if self.environment.error is not None:
+            raise self.environment.error
+        running, errors, hung = (
+            self.environment.running_tasks,
+            self.environment.rank_errors,
+            self.environment.find_hung(),
+        )
+        lost_ranks = self.environment.crashed_ranks | hung
         if errors and lost_ranks.issuperset(running):
             raise next(iter(errors.values()))
         if hung and lost_ranks.issuperset(running):
             ranks = ", ".join(map(str, sorted(hung)))
             raise RunLost(f"all replicas that are left hang for ever, as the fault plan says: rank {ranks}")
         remaining = [rank for rank in sorted(running) if rank not in lost_ranks]
-        stuck = [rank for rank in remaining if not running[rank].done]
+        stuck = [rank for rank in remaining if not running[rank].is_done]
         if stuck:
-            networks = [net for net in (self.network, self.off_clock) if net is not None]
-            waits = [next(filter(None, (net.waits_for(rank) for net in networks)), "") for rank in stuck]
+            networks = [net for net in (self.network, self.untimed_network) if net is not None]
+            waits = [next(filter(None, (net.describe_wait(rank) for net in networks)), "") for rank in stuck]
             raise RunLost(
-                f"nothing is on its way at {self.clock.now():.6f} virtual seconds: "
+                f"nothing is on its way at {self.clock.time():.6f} virtual seconds: "
                 + "; ".join(
                     f"rank {rank} waits for {wait or 'something other than a message'}"
                     for rank, wait in zip(stuck, waits, strict=True)
@@ -172,15 +189,15 @@ class VirtualWorld:
             )
         return [running[rank].result() for rank in remaining]
 
-    def _renewed(self, rank: int) -> VirtualRuntime:
+    def _create_runtime(self, rank: int) -> VirtualRuntime:
         """Creates the runtime of a rank that is admitted again; messages to its earlier runtime do not reach it."""
         self.network.mailboxes[rank] = Mailbox()
         runtime = self.runtimes[rank] = VirtualRuntime(self, rank, self.runtimes[rank].device)
-        self.network.charge([member.lane for member in self.runtimes])
+        self.network.set_coding_processors([member.coding_processor for member in self.runtimes])
         return runtime
 
-    def settle_collective(
-        self, name: str, nbytes: Sequence[int], *, step: int = 0, fresh: bool = False
+    def resolve_collective(
+        self, name: str, nbytes: Sequence[int], *, step: int = 0, ignores_replay: bool = False
     ) -> str:
         """Resolves ``auto`` by the world's profile; the decision is recorded, and takes no time.
 
@@ -196,21 +213,21 @@ class VirtualWorld:
         Raises:
           UnknownName: The collective does not exist.
         """
-        collective_named(name)
+        find_collective(name)
         if name != AUTO:
             return name
-        collectives = collectives_of(nbytes, len(self.runtimes), self.network.profile)
-        if fresh:
+        collectives = resolve_collectives(nbytes, len(self.runtimes), self.network.profile)
+        if ignores_replay:
             decision = Decision(COLLECTIVE, step, collectives, timing=False)
             self.decisions.record(decision)
         else:
             decision = self.decisions.decide(COLLECTIVE, step, lambda: collectives, timing=False)
-        names = [adopt_collectives(runtime.comm, decision) for runtime in self.runtimes]
+        names = [apply_collectives(runtime.comm, decision) for runtime in self.runtimes]
         return names[0]
 
 
 @contextmanager
-def _settled_memory() -> Iterator[None]:
+def _reduce_collections() -> Iterator[None]:
     """Reduces the work of the cyclic garbage collector during a simulation.
 
     Models and modules stay until the end. Messages are no garbage either, and among a thousand replicas there are a
@@ -219,7 +236,7 @@ def _settled_memory() -> Iterator[None]:
     owns_freeze, (young, middle, old) = not gc.get_freeze_count(), gc.get_threshold()
     if owns_freeze:
         gc.freeze()
-    gc.set_threshold(young, middle, SELDOM * old)
+    gc.set_threshold(young, middle, GC_THRESHOLD_FACTOR * old)
     try:
         yield
     finally:
@@ -228,7 +245,7 @@ def _settled_memory() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _devices(
+def _expand_devices(
     size: int, device: DeviceProfile | Sequence[DeviceProfile] | None, seconds_per_sample: float
 ) -> Sequence[DeviceProfile]:
     if device is None:
@@ -251,56 +268,56 @@ class VirtualRuntime:
         device: DeviceProfile,
         network: VirtualNetwork | None = None,
     ) -> None:
-        self.comm: Communicator = (network or world.network).communicator(rank)
-        self.elastic: Elastic | None = None
+        self.comm: Communicator = (network or world.network).create_communicator(rank)
+        self.elastic: ElasticMembership | None = None
         self.events = 0
         self.device = device
-        self.off_clock: VirtualRuntime | None = None
-        if network is None and world.off_clock is not None:
-            self.off_clock = _OffClock(world, rank, DeviceProfile(), world.off_clock)
+        self.untimed: VirtualRuntime | None = None
+        if network is None and world.untimed_network is not None:
+            self.untimed = _UntimedRuntime(world, rank, DeviceProfile(), world.untimed_network)
         self._world = world
-        self._forwards = 0
-        self.lane: Lane | None = None
+        self._num_forwards = 0
+        self.coding_processor: VirtualCodingProcessor | None = None
         """Coding processor that exchanges are charged to."""
         if device.coding is not None:
-            stage = world.stage
-            self.lane = Lane(
+            stage = world.environment
+            self.coding_processor = VirtualCodingProcessor(
                 device.coding,
-                encrypted=world.encrypted,
-                slowdown=self._slowdown,
-                now=partial(stage.running_s, rank),
-                at=partial(stage.when_running, rank),
+                is_encrypted=world.is_encrypted,
+                slowdown=self._get_slowdown,
+                read_running_s=partial(stage.get_running_s, rank),
+                call_when_running=partial(stage.call_when_running, rank),
             )
-        self.soon = world.stage.soon_of(rank)
+        self.call_soon = world.environment.build_call_soon(rank)
         """Queues a step of one of this replica's coroutines."""
 
     @property
     def decisions(self) -> DecisionLog:
         return self._world.decisions
 
-    def address_of(self, rank: int) -> str | None:
+    def get_address(self, rank: int) -> str | None:
         return None
 
-    def now(self) -> float:
-        return self._world.clock.now()
+    def read_clock(self) -> float:
+        return self._world.clock.time()
 
     def sleep_until(self, t: float) -> Pending[None]:
         """Completes when the clock shows ``t``."""
         pending: Pending[None] = Pending()
-        self._world.clock.at(t, lambda: pending.set(None))
+        self._world.clock.call_at(t, lambda: pending.set_result(None))
         return pending
 
-    def first_of(self, *pendings: Pending[Any]) -> Pending[int]:
+    def wait_any(self, *pendings: Pending[Any]) -> Pending[int]:
         """Completes with the index of the first to complete."""
-        return tasks.first_of(pendings)
+        return tasks.wait_any(pendings)
 
     def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
         """Completes at a time; the clock stands still for a result of another thread."""
         if isinstance(ready, Pending):
-            ready.block()
+            ready.wait_until_done()
             return ready
         pending = self.sleep_until(ready)
-        self._world.stage.waits_for_data(self.comm.rank, pending)
+        self._world.environment.mark_data_wait(self.comm.rank, pending)
         return pending
 
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
@@ -311,15 +328,15 @@ class VirtualRuntime:
         """
         self.events += 1
         pending: Pending[T] = Pending()
-        seconds = self._seconds(cost)
+        seconds = self._compute_seconds(cost)
         if cost.kind == "forward":
-            self._after(seconds, lambda: _complete(pending, fn))
+            self._call_after(seconds, lambda: _complete(pending, fn))
         else:
             value = fn()
-            self._after(seconds, lambda: pending.set(value))
+            self._call_after(seconds, lambda: pending.set_result(value))
         return pending
 
-    def backward(
+    def run_backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
         """Computes now; buckets are ready at :meth:`farflung.devices.DeviceProfile.compute_ready_shares`."""
@@ -327,58 +344,62 @@ class VirtualRuntime:
         order: list[int] = []
         fn(order.append)
         pending: Pending[None] = Pending()
-        seconds = self._seconds(cost)
-        for bucket, share in zip(order, self.device.ready_at(order, cost.numels), strict=True):
-            self._after(seconds * share, partial(on_ready, bucket))
-        self._after(seconds, lambda: pending.set(None))
+        seconds = self._compute_seconds(cost)
+        for bucket, share in zip(order, self.device.compute_ready_shares(order, cost.numels), strict=True):
+            self._call_after(seconds * share, partial(on_ready, bucket))
+        self._call_after(seconds, lambda: pending.set_result(None))
         return pending
 
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
         """Starts an exchange on the same clock."""
-        return Task(exchange, self.soon)
+        return Task(exchange, self.call_soon)
 
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
         return self.launch(decide_by_rank_0(self.comm, self._world.decisions, name, step, local))
 
-    def decide_own(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
+    def decide_locally(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
         return self._world.decisions.decide(name, step, local, self.comm.rank)
 
-    def _seconds(self, cost: Cost) -> float:
+    def _compute_seconds(self, cost: Cost) -> float:
         if cost.kind == "forward":
-            self._forwards += 1
-        return self._world.stage.slowed(self.comm.rank) * self.device.seconds(cost, self._moment())
-
-    def _slowdown(self) -> float:
-        """Returns the factor by which everything is slower now."""
-        slowdown = self._world.stage.slowed(self.comm.rank)
-        return slowdown * (
-            self.device.slowdown_at(self._moment()) if self.device.stragglers else self.device.slowdown
+            self._num_forwards += 1
+        return self._world.environment.get_slowdown(self.comm.rank) * self.device.compute_seconds(
+            cost, self._build_moment()
         )
 
-    def _moment(self) -> Moment:
-        return Moment(self._world.seed, self.comm.rank, self._forwards, self.now())
+    def _get_slowdown(self) -> float:
+        """Returns the factor by which everything is slower now."""
+        slowdown = self._world.environment.get_slowdown(self.comm.rank)
+        return slowdown * (
+            self.device.compute_slowdown(self._build_moment())
+            if self.device.stragglers
+            else self.device.slowdown
+        )
 
-    def _after(self, seconds: float, fn: Callable[[], None]) -> None:
-        if self.lane is None or self.device.codes_beside:
-            stage, rank = self._world.stage, self.comm.rank
-            stage.when_running(rank, stage.running_s(rank) + seconds, fn)
+    def _build_moment(self) -> Moment:
+        return Moment(self._world.seed, self.comm.rank, self._num_forwards, self.read_clock())
+
+    def _call_after(self, seconds: float, fn: Callable[[], None]) -> None:
+        if self.coding_processor is None or self.device.can_overlap_coding:
+            stage, rank = self._world.environment, self.comm.rank
+            stage.call_when_running(rank, stage.get_running_s(rank) + seconds, fn)
         else:
-            self.lane.beside(seconds, fn)
+            self.coding_processor.call_after_compute(seconds, fn)
 
 
-class _OffClock(VirtualRuntime):
+class _UntimedRuntime(VirtualRuntime):
     """Runtime of a replica whose operations take no time; see :attr:`farflung.types.Runtime.untimed`."""
 
     @override
     def launch(self, exchange: Coroutine[Pending[Any], None, T]) -> Pending[T]:
         """Starts at once, with the replica's current state."""
-        return Task(exchange, self.soon, at_once=True)
+        return Task(exchange, self.call_soon, eager_start=True)
 
 
 def _complete(pending: Pending[T], fn: Callable[[], T]) -> None:
     try:
         value = fn()
     except Exception as error:
-        pending.fail(error)
+        pending.set_exception(error)
     else:
-        pending.set(value)
+        pending.set_result(value)

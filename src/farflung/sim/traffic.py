@@ -3,7 +3,7 @@
 The file has JSON lines. ``{"journey": n, "ops": [...]}`` is the trace of one rank in an exchange; equal traces are
 stored once. ``{"step": s, "number": k, "journeys": [...], ...}`` is one exchange: the trace of each rank, and its
 results besides the mean. ``{"step": s, "number": k, "learn": [...]}`` is the computation of each rank's state update
-when the result of an exchange is merged, from that step on. ``learn_together`` is that of the joint update of a step.
+when the result of an exchange is merged, from that step on. ``update_all_states`` is that of the joint update of a step.
 ``{"step": s, "rank": r, "fill": [...]}`` is the order in which the buckets of a backward pass filled, if they did not
 fill by number.
 """
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from farflung.errors import DataError
-from farflung.files import json_lines
+from farflung.files import read_json_lines
 from farflung.types import Json
 
-__all__ = ["Exchanged", "Op", "Traffic"]
+__all__ = ["ExchangeRecord", "Op", "RecordedTraffic"]
 
 Op: TypeAlias = "tuple[str | int, ...]"
 """``("hops", count)``, ``("send", dst, hop, nbytes)``, ``("recv", src, hop)``, ``("compute", operation, method,
@@ -26,7 +26,7 @@ numel)`` or ``("whole", collective, dtype, numel, side)``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class ExchangeRecord:
     """Record of one exchange of all ranks.
 
     Args:
@@ -36,14 +36,14 @@ class Exchanged:
       has_update: True if the reducer's state changed when the result was merged.
     """
 
-    journeys: tuple[int, ...]
+    traces: tuple[int, ...]
     weight: float
     metadata: tuple[float, ...]
-    learns: bool
+    has_update: bool
 
 
 @dataclass(slots=True)
-class Traffic:
+class RecordedTraffic:
     """Traffic recorded by :class:`farflung.sim.TrafficRecorder`.
 
     Args:
@@ -53,13 +53,13 @@ class Traffic:
       update_ops: Operations of updates from a step on, by joint or not, number, and that step.
     """
 
-    journeys: dict[int, tuple[Op, ...]] = field(default_factory=dict)
-    exchanges: dict[tuple[int, int], Exchanged] = field(default_factory=dict)
+    traces: dict[int, tuple[Op, ...]] = field(default_factory=dict)
+    exchanges: dict[tuple[int, int], ExchangeRecord] = field(default_factory=dict)
     fills: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    learned: dict[tuple[bool, int], dict[int, tuple[Op, ...]]] = field(default_factory=dict)
+    update_ops: dict[tuple[bool, int], dict[int, tuple[Op, ...]]] = field(default_factory=dict)
 
     @staticmethod
-    def read(path: Path) -> Traffic:
+    def read(path: Path) -> RecordedTraffic:
         """Reads a file.
 
         Raises:
@@ -67,27 +67,27 @@ class Traffic:
         """
         if not path.exists():
             raise DataError(f"{path}: there is none; only runs of farflung simulate record their traffic")
-        traffic = Traffic()
-        json_lines(path, "damaged; simulate the run anew", traffic._take, DataError, whole=True)
+        traffic = RecordedTraffic()
+        read_json_lines(path, "damaged; simulate the run anew", traffic._add_row, DataError, is_strict=True)
         return traffic
 
-    def learning(self, step: int, number: int, *, together: bool = False) -> tuple[Op, ...]:
+    def find_update(self, step: int, number: int, *, is_joint: bool = False) -> tuple[Op, ...]:
         """Finds the operations of the update after an exchange."""
-        ops_by_step = self.learned.get((together, number), {})
+        ops_by_step = self.update_ops.get((is_joint, number), {})
         latest_step = max((step_begun for step_begun in ops_by_step if step_begun <= step), default=None)
         return () if latest_step is None else ops_by_step[latest_step]
 
-    def _take(self, row: dict[str, Json]) -> None:
+    def _add_row(self, row: dict[str, Json]) -> None:
         if "journey" in row:
-            self.journeys[cast(int, row["journey"])] = _ops(row["ops"])
+            self.traces[cast(int, row["journey"])] = _parse_ops(row["ops"])
         elif "fill" in row:
             self.fills[cast(int, row["step"]), cast(int, row["rank"])] = cast("list[int]", row["fill"])
         elif "journeys" not in row:
             (kind,) = row.keys() & {"learn", "learn_together"}
-            ops_by_step = self.learned.setdefault((kind == "learn_together", cast(int, row["number"])), {})
-            ops_by_step[cast(int, row["step"])] = _ops(row[kind])
+            ops_by_step = self.update_ops.setdefault((kind == "learn_together", cast(int, row["number"])), {})
+            ops_by_step[cast(int, row["step"])] = _parse_ops(row[kind])
         else:
-            self.exchanges[cast(int, row["step"]), cast(int, row["number"])] = Exchanged(
+            self.exchanges[cast(int, row["step"]), cast(int, row["number"])] = ExchangeRecord(
                 tuple(cast("list[int]", row["journeys"])),
                 cast(float, row["weight"]),
                 tuple(cast("list[float]", row["metadata"])),
@@ -95,24 +95,24 @@ class Traffic:
             )
 
 
-def _ops(ops: Json) -> tuple[Op, ...]:
-    return tuple(_op(op) for op in cast("list[list[str | int]]", ops))
+def _parse_ops(ops: Json) -> tuple[Op, ...]:
+    return tuple(_parse_op(op) for op in cast("list[list[str | int]]", ops))
 
 
-def _op(op: list[str | int]) -> Op:
+def _parse_op(op: list[str | int]) -> Op:
     """Parses one operation of a trace.
 
     Raises:
       ValueError: It is not an operation.
     """
     kind, *fields = op
-    num_strings = _WORDS.get(kind, 0)
-    if len(fields) != _NUMBERS[kind] or not all(type(entry) is str for entry in fields[:num_strings]):
+    num_strings = _NUM_STRINGS.get(kind, 0)
+    if len(fields) != _NUM_FIELDS[kind] or not all(type(entry) is str for entry in fields[:num_strings]):
         raise ValueError(f"{op}: not an entry of a journey")
     if not all(type(entry) is int and 0 <= entry < 1 << 62 for entry in fields[num_strings:]):
         raise ValueError(f"{op}: not an entry of a journey")
     return tuple(op)
 
 
-_NUMBERS: dict[str | int, int] = {"hops": 1, "send": 3, "recv": 2, "compute": 3, "whole": 4}
-_WORDS: dict[str | int, int] = {"compute": 2, "whole": 2}
+_NUM_FIELDS: dict[str | int, int] = {"hops": 1, "send": 3, "recv": 2, "compute": 3, "whole": 4}
+_NUM_STRINGS: dict[str | int, int] = {"compute": 2, "whole": 2}

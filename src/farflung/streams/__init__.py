@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
     from farflung.streams.buffer import Buffer
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from farflung.streams.rate_limited import RateLimited
     from farflung.streams.rates import Rates
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
             "buffer": "Buffer",

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from farflung.errors import ConfigError, DataError
-from farflung.files import deciding
-from farflung.options import choice_option, number_option, whole_option
-from farflung.types import Arrivals, Feed, Json, SampleIds, State
+from farflung.files import wrap_decision_errors
+from farflung.options import check_choice, check_integer, check_number
+from farflung.types import Arrivals, Json, SampleIds, State, StreamContext
 
-__all__ = ["Buffer", "Full", "Policy", "Weigh", "buffered"]
+__all__ = ["Buffer", "Full", "Policy", "Weigh", "with_buffer_options"]
 
 S = TypeVar("S", bound=Callable[..., object])
 
@@ -22,7 +22,7 @@ Policy = Literal["persistence", "truncation"]
 Full = Literal["pause", "stop", "drop_oldest"]
 Weigh = Literal["by_batch", "by_rate"]
 
-LEAST, MOST = 8, 1024
+MIN_SAMPLES, MAX_SAMPLES = 8, 1024
 """Bounds on the samples of a step that is made of some seconds of the stream, from Tyagi & Swany 2022."""
 
 
@@ -71,42 +71,42 @@ class Buffer:
         window_s: float | None = None,
         weigh: Weigh = "by_batch",
     ) -> None:
-        choice_option("stream", "policy", policy, get_args(Policy))
-        choice_option("stream", "full", full, get_args(Full))
-        choice_option("stream", "weigh", weigh, get_args(Weigh))
+        check_choice("stream", "policy", policy, get_args(Policy))
+        check_choice("stream", "full", full, get_args(Full))
+        check_choice("stream", "weigh", weigh, get_args(Weigh))
         for name, value in (("least", least), ("most", most), ("backlog", backlog)):
             if value is not None:
-                whole_option("stream", name, value, 1)
+                check_integer("stream", name, value, 1)
         if window_s is not None:
-            number_option("stream", "window_s", window_s, 0.001)
-        self._truncates = policy == "truncation"
-        if self._truncates and (backlog is not None or full != "pause"):
+            check_number("stream", "window_s", window_s, 0.001)
+        self._is_truncated = policy == "truncation"
+        if self._is_truncated and (backlog is not None or full != "pause"):
             raise ConfigError("stream: policy 'truncation' keeps no backlog: leave out backlog and full")
         if backlog is None and full != "pause":
             raise ConfigError(f"stream: full={full!r} says what happens at a backlog: give one")
-        self._least, self._most, self._backlog, self._full = least, most, backlog, full
-        self._drops = self._truncates or full != "pause"
-        self._window_s, self._by_rate = window_s, weigh == "by_rate"
+        self._least_option, self._most_option, self._backlog, self._full = least, most, backlog, full
+        self._can_drop = self._is_truncated or full != "pause"
+        self._window_s, self._is_by_rate = window_s, weigh == "by_rate"
         self.ids: SampleIds = torch.empty(0, dtype=torch.int64)
         """Ids of all held samples in the order of arrival; returned tensors are never modified."""
-        self._dropped = 0
-        self._oldest: dict[int, int] = {}
+        self._num_dropped = 0
+        self._oldest_ids: dict[int, int] = {}
         """Smallest id of each lane that may still be held or arrive."""
         self._rate: tuple[int, float] | None = None
-        self._chosen: tuple[int, list[tuple[int, int]]] | None = None
+        self._selection: tuple[int, list[tuple[int, int]]] | None = None
         """Step that chose last, with the oldest kept id and the number of taken samples of each lane."""
-        self._in_use: Arrivals | None = None
+        self._arrivals: Arrivals | None = None
         """Samples of the current step."""
 
-    def open(
+    def prepare(
         self,
-        feed: Feed,
+        context: StreamContext,
         *,
         rate: float | None = None,
         lanes: int = 1,
         stride: int = 1,
-        ahead: int = 1 << 24,
-        gone: Callable[[SampleIds], object] = lambda ids: None,
+        max_lead: int = 1 << 24,
+        on_remove: Callable[[SampleIds], object] = lambda ids: None,
     ) -> None:
         """Prepares the buffer for the first sample.
 
@@ -121,26 +121,26 @@ class Buffer:
         Raises:
           ConfigError: The bounds contradict each other, or the rate is below them.
         """
-        batch = feed.batch_size if self._window_s is None else LEAST
-        self._fewest = batch if self._least is None else self._least
-        if self._most is not None:
-            self._largest = self._most
+        batch = context.batch_size if self._window_s is None else MIN_SAMPLES
+        self._min_samples = batch if self._least_option is None else self._least_option
+        if self._most_option is not None:
+            self._max_samples = self._most_option
         elif self._window_s is None:
-            self._largest = self._fewest
+            self._max_samples = self._min_samples
         else:
-            self._largest = max(self._fewest, min(MOST, self._backlog or MOST))
-        room = self._largest if self._backlog is None else self._backlog
-        if not self._fewest <= self._largest <= room:
+            self._max_samples = max(self._min_samples, min(MAX_SAMPLES, self._backlog or MAX_SAMPLES))
+        room = self._max_samples if self._backlog is None else self._backlog
+        if not self._min_samples <= self._max_samples <= room:
             raise ConfigError(
-                f"stream: least {self._fewest}, most {self._largest}, backlog {room}: none may be above the next"
+                f"stream: least {self._min_samples}, most {self._max_samples}, backlog {room}: none may be above the next"
             )
-        self._batch_size, self._decide = feed.batch_size, feed.decide
-        row = feed.data.rows(torch.tensor([0]))
+        self._batch_size, self._decide = context.batch_size, context.decide
+        row = context.data.get_rows(torch.tensor([0]))
         self._sample_nbytes = row.inputs.nbytes + row.targets.nbytes
-        self._fixed_rate, self._gone = rate, gone
-        self.measures = rate is None and (self._window_s is not None or self._by_rate)
+        self._fixed_rate, self._on_remove = rate, on_remove
+        self.needs_rate = rate is None and (self._window_s is not None or self._is_by_rate)
         """True if the rate has to be measured."""
-        self._lanes, self._stride, self._ahead = lanes, stride, ahead
+        self._lanes, self._stride, self._max_lead = lanes, stride, max_lead
 
     def check_rate(self, rate: float) -> None:
         """Checks that a constant rate supplies enough samples for a step.
@@ -148,32 +148,32 @@ class Buffer:
         Raises:
           ConfigError: The rate is too low; the message names a remedy.
         """
-        if self._window_s is not None and rate * self._window_s < self._fewest:
+        if self._window_s is not None and rate * self._window_s < self._min_samples:
             raise ConfigError(
                 f"stream: {rate:g} samples per second bring {rate * self._window_s:g} in window_s={self._window_s:g}, "
-                f"and a step takes at least {self._fewest}: lengthen window_s, or give least"
+                f"and a step takes at least {self._min_samples}: lengthen window_s, or give least"
             )
 
     @property
-    def in_use(self) -> int:
+    def num_in_use(self) -> int:
         """Number of held samples in the current step; 0 between steps."""
-        return 0 if self._in_use is None else self._in_use.count or 0
+        return 0 if self._arrivals is None else self._arrivals.count or 0
 
     @property
     def room(self) -> int | None:
         """Number of samples that may arrive before the source has to pause; ``None``: unlimited."""
         if self._backlog is None or self._full != "pause":
             return None
-        return max(0, self._backlog - (len(self.ids) - self.in_use))
+        return max(0, self._backlog - (len(self.ids) - self.num_in_use))
 
-    def oldest(self, lane: int = 0) -> int:
+    def get_oldest(self, lane: int = 0) -> int:
         """Returns the smallest id of a lane that the buffer still accepts."""
-        return self._oldest.get(lane, 0)
+        return self._oldest_ids.get(lane, 0)
 
     def put(self, ids: SampleIds) -> None:
         """Adds samples that have arrived."""
-        if self._oldest:
-            unwanted = self._unwanted(ids)
+        if self._oldest_ids:
+            unwanted = self._mark_unwanted(ids)
             self._drop(ids, unwanted)
             ids = ids[~unwanted]
         if len(ids):
@@ -192,97 +192,103 @@ class Buffer:
         Raises:
           DataError: More samples wait than allowed.
         """
-        if self._in_use is None:
-            missing = self._settle(step, rate)
+        if self._arrivals is None:
+            missing = self._resolve_step(step, rate)
             if missing:
                 return missing, Arrivals(self.ids)
-        assert self._in_use is not None
-        return 0, Arrivals(self._shown(), None, self._in_use.count, self._in_use.weight, self._in_use.told)
+        assert self._arrivals is not None
+        return 0, Arrivals(
+            self._order_held(), None, self._arrivals.count, self._arrivals.weight, self._arrivals.telemetry
+        )
 
     def commit(self, ids: SampleIds) -> None:
         """Removes used samples; in a truncated stream also the samples that the step chose and left unused."""
-        if self._truncates and self._in_use is not None:
-            selected = self._shown()[: self.in_use]
+        if self._is_truncated and self._arrivals is not None:
+            selected = self._order_held()[: self.num_in_use]
             self._drop(selected, ~torch.isin(selected, ids))
             self._remove(selected)
         else:
             self._remove(ids)
-        self._gone(ids)
-        self._in_use = None
+        self._on_remove(ids)
+        self._arrivals = None
 
     def state_dict(self) -> State:
         """Returns the ids of held samples and the number of dropped ones."""
-        oldest = {str(lane): first for lane, first in self._oldest.items()}
-        return {"held": self.ids.clone(), "dropped": self._dropped, "oldest": oldest}
+        oldest = {str(lane): first for lane, first in self._oldest_ids.items()}
+        return {"held": self.ids.clone(), "dropped": self._num_dropped, "oldest": oldest}
 
-    def seek(self, state: State) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restores a position from :meth:`state_dict`."""
         self.ids = state["held"]
-        self._dropped = int(state["dropped"])
-        self._oldest = {int(lane): int(first) for lane, first in state["oldest"].items()}
-        self._chosen = self._in_use = self._rate = None
+        self._num_dropped = int(state["dropped"])
+        self._oldest_ids = {int(lane): int(first) for lane, first in state["oldest"].items()}
+        self._selection = self._arrivals = self._rate = None
 
     # --- what a step takes --------------------------------------------------------------------------------------
 
-    def _settle(self, step: int, rate: Callable[[], float]) -> int:
+    def _resolve_step(self, step: int, rate: Callable[[], float]) -> int:
         """Determines the samples of a step if possible, and returns how many are missing."""
         num_held = len(self.ids)
         per_second = self._fixed_rate or 0.0
-        if self.measures:
-            if num_held < self._fewest:
-                return self._fewest - num_held
-            per_second = self._rate_at(step, rate)
-        low, high = self._sizes(per_second)
-        if self._chosen is None or self._chosen[0] != step:
+        if self.needs_rate:
+            if num_held < self._min_samples:
+                return self._min_samples - num_held
+            per_second = self._decide_rate(step, rate)
+        low, high = self._compute_bounds(per_second)
+        if self._selection is None or self._selection[0] != step:
             if num_held < low:
                 return low - num_held
-            self._choose(step, low, high)
-        assert self._chosen is not None
-        counts = self._chosen[1]
-        missing = sum(max(0, count - len(self._lane(oldest))) for oldest, count in counts)
+            self._choose_samples(step, low, high)
+        assert self._selection is not None
+        counts = self._selection[1]
+        missing = sum(max(0, count - len(self._get_lane(oldest))) for oldest, count in counts)
         if not missing:
-            weight = per_second * (self._window_s or 1.0) / self._batch_size if self._by_rate else None
+            weight = per_second * (self._window_s or 1.0) / self._batch_size if self._is_by_rate else None
             nbytes = num_held * self._sample_nbytes
-            telemetry: dict[str, Json] = {"held": num_held, "held_nbytes": nbytes, "dropped": self._dropped}
-            self._in_use = Arrivals(self.ids, None, sum(count for _, count in counts), weight, telemetry)
+            telemetry: dict[str, Json] = {
+                "held": num_held,
+                "held_nbytes": nbytes,
+                "dropped": self._num_dropped,
+            }
+            self._arrivals = Arrivals(self.ids, None, sum(count for _, count in counts), weight, telemetry)
         return missing
 
-    def _rate_at(self, step: int, rate: Callable[[], float]) -> float:
+    def _decide_rate(self, step: int, rate: Callable[[], float]) -> float:
         if self._rate is None or self._rate[0] != step:
             decision = self._decide("rate", step, rate)
-            with deciding("rate", step):
+            with wrap_decision_errors("rate", step):
                 value: Any = decision.value
                 if isinstance(value, bool) or not 0 <= value < float("inf"):
                     raise ValueError(f"{value!r} samples per second")
                 self._rate = step, float(value)
         return self._rate[1]
 
-    def _sizes(self, rate: float) -> tuple[int, int]:
+    def _compute_bounds(self, rate: float) -> tuple[int, int]:
         """Returns the minimum and maximum number of samples of a step at a rate."""
         if self._window_s is None:
-            return self._fewest, self._largest
-        size = min(max(round(rate * self._window_s), self._fewest), self._largest)
+            return self._min_samples, self._max_samples
+        size = min(max(round(rate * self._window_s), self._min_samples), self._max_samples)
         return size, size
 
-    def _choose(self, step: int, low: int, high: int) -> None:
+    def _choose_samples(self, step: int, low: int, high: int) -> None:
         """Chooses the samples of a step, and drops those that are not kept."""
-        if low == high and self._lanes == 1 and not self._drops:
-            self._chosen = step, [(int(self.ids[0]), low)]
+        if low == high and self._lanes == 1 and not self._can_drop:
+            self._selection = step, [(int(self.ids[0]), low)]
             return
-        decision = self._decide("arrivals", step, lambda: self._choice(high))
-        with deciding("arrivals", step):
-            self._chosen = step, self._possible(decision.value, low, high)
-        self._oldest.update({oldest % self._stride: oldest for oldest, _ in self._chosen[1]})
+        decision = self._decide("arrivals", step, lambda: self._build_choice(high))
+        with wrap_decision_errors("arrivals", step):
+            self._selection = step, self._parse_choice(decision.value, low, high)
+        self._oldest_ids.update({oldest % self._stride: oldest for oldest, _ in self._selection[1]})
         held_ids = self.ids
-        unwanted = self._unwanted(held_ids)
+        unwanted = self._mark_unwanted(held_ids)
         if unwanted.any():
             self._drop(held_ids, unwanted)
             self._remove(held_ids[unwanted])
 
-    def _choice(self, high: int) -> Json:
+    def _build_choice(self, high: int) -> Json:
         """Returns the oldest kept id and the number of taken samples of each lane, in the order of arrival."""
         kept_ids = ids = self.ids
-        if self._truncates:
+        if self._is_truncated:
             kept_ids = ids[-high:]
         elif self._backlog is not None and len(ids) > self._backlog:
             if self._full == "stop":
@@ -295,12 +301,12 @@ class Buffer:
         taken_ids = kept_ids[:high]
         choice: list[Json] = []
         for lane in torch.unique(ids % self._stride).tolist():
-            lane_ids, end = self._in_lane(kept_ids, lane), self._in_lane(ids, lane)[-1] + self._stride
+            lane_ids, end = self._select_lane(kept_ids, lane), self._select_lane(ids, lane)[-1] + self._stride
             oldest = int(lane_ids[0] if len(lane_ids) else end)
-            choice.append({"oldest": oldest, "count": len(self._in_lane(taken_ids, lane))})
+            choice.append({"oldest": oldest, "count": len(self._select_lane(taken_ids, lane))})
         return choice
 
-    def _possible(self, choice: Any, low: int, high: int) -> list[tuple[int, int]]:
+    def _parse_choice(self, choice: Any, low: int, high: int) -> list[tuple[int, int]]:
         """Parses a choice, which may come from a log.
 
         Raises:
@@ -314,38 +320,38 @@ class Buffer:
             is_valid
             and len(lanes) == len(set(lanes))
             and low <= sum(count for _, count in counts) <= high
-            and all(0 <= oldest <= last_id + self._ahead for oldest, _ in counts)
+            and all(0 <= oldest <= last_id + self._max_lead for oldest, _ in counts)
         ):
             raise ValueError(f"{choice!r}")
         return counts
 
     # --- what is held -------------------------------------------------------------------------------------------
 
-    def _in_lane(self, ids: SampleIds, lane: int) -> SampleIds:
+    def _select_lane(self, ids: SampleIds, lane: int) -> SampleIds:
         return ids if self._lanes == 1 else ids[ids % self._stride == lane]
 
-    def _lane(self, like: int) -> SampleIds:
+    def _get_lane(self, sample_id: int) -> SampleIds:
         """Returns the held ids of the lane of an id, in the order of arrival."""
-        return self._in_lane(self.ids, like % self._stride)
+        return self._select_lane(self.ids, sample_id % self._stride)
 
-    def _shown(self) -> SampleIds:
+    def _order_held(self) -> SampleIds:
         """Returns all held ids, beginning with those of the step, lane by lane."""
         held_ids = self.ids
-        if self._lanes == 1 or self._chosen is None:
+        if self._lanes == 1 or self._selection is None:
             return held_ids
-        step_ids = torch.cat([self._lane(oldest)[:count] for oldest, count in self._chosen[1]])
+        step_ids = torch.cat([self._get_lane(oldest)[:count] for oldest, count in self._selection[1]])
         return torch.cat([step_ids, held_ids[~torch.isin(held_ids, step_ids)]])
 
-    def _unwanted(self, ids: SampleIds) -> Tensor:
+    def _mark_unwanted(self, ids: SampleIds) -> Tensor:
         """Returns a mask of the ids that precede the oldest kept id of their lane."""
         mask = torch.zeros(len(ids), dtype=torch.bool)
-        for lane, oldest in self._oldest.items():
+        for lane, oldest in self._oldest_ids.items():
             mask |= (ids % self._stride == lane) & (ids < oldest)
         return mask
 
-    def _drop(self, ids: SampleIds, which: Tensor) -> None:
-        self._dropped += int(which.sum())
-        self._gone(ids[which])
+    def _drop(self, ids: SampleIds, mask: Tensor) -> None:
+        self._num_dropped += int(mask.sum())
+        self._on_remove(ids[mask])
 
     def _remove(self, ids: SampleIds) -> None:
         if torch.equal(self.ids[: len(ids)], ids):
@@ -354,7 +360,7 @@ class Buffer:
             self.ids = self.ids[~torch.isin(self.ids, ids)]
 
 
-def buffered(stream: S) -> S:
+def with_buffer_options(stream: S) -> S:
     """Replaces ``**buffer`` in a stream's signature by the options of :class:`Buffer`."""
     parameters = list(inspect.signature(stream).parameters.values())[:-1]
     buffer_parameters = inspect.signature(Buffer).parameters.values()

@@ -6,9 +6,9 @@ from collections import deque
 
 __all__ = ["Growth"]
 
-ENOUGH = 8
+MIN_MESSAGES = 8
 """Minimum number of messages in a measurement."""
-LONGEST_S = 60.0
+MAX_SPAN_S = 60.0
 """Maximum duration of a measurement that waits for this number."""
 
 
@@ -28,26 +28,30 @@ class Growth:
         self._span_s = span_s
         self._marks: deque[tuple[float, int]] = deque()
         """Times of observations and message counts at these times, newest last."""
-        self._grew_s = 0.0
+        self._last_growth_s = 0.0
         """Time of the last new message, or of the first observation."""
 
-    def note(self, now: float, count: int) -> None:
+    def record_count(self, time_s: float, count: int) -> None:
         """Records the total number of messages at a time."""
         if not self._marks or count > self._marks[-1][1]:
-            self._grew_s = now
-        self._marks.append((now, count))
+            self._last_growth_s = time_s
+        self._marks.append((time_s, count))
         while len(self._marks) > 2 and self._is_long_enough(*self._marks[1]):
             self._marks.popleft()
         start_s, base = self._marks[0]
-        if now - start_s >= self._span_s:
-            self.rate = (count - base) / (now - start_s) if count > base else 1 / (now - self._grew_s)
+        if time_s - start_s >= self._span_s:
+            self.rate = (
+                (count - base) / (time_s - start_s) if count > base else 1 / (time_s - self._last_growth_s)
+            )
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Computes a rate from the observations so far if there is none yet, however short they are."""
         if self.rate is None and self._marks:
             (start_s, base), (time_s, count) = self._marks[0], self._marks[-1]
             self.rate = max(1, count - base) / (time_s - start_s or self._span_s)
 
-    def _is_long_enough(self, since: float, before: int) -> bool:
+    def _is_long_enough(self, start_s: float, base_count: int) -> bool:
         time_s, count = self._marks[-1]
-        return time_s - since >= self._span_s and (count - before >= ENOUGH or time_s - since >= LONGEST_S)
+        return time_s - start_s >= self._span_s and (
+            count - base_count >= MIN_MESSAGES or time_s - start_s >= MAX_SPAN_S
+        )

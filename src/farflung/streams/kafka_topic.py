@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 from typing_extensions import override
 
 from farflung.errors import ConfigError, DataError
-from farflung.extras import need
-from farflung.files import read_text, reading
-from farflung.options import choice_option, text_option
-from farflung.streams.buffer import buffered
-from farflung.streams.live import LiveStream, MessageSource, Reach, Records
+from farflung.extras import require_modules
+from farflung.files import read_text, wrap_read_errors
+from farflung.options import check_choice, check_text
+from farflung.streams.buffer import with_buffer_options
+from farflung.streams.live import LiveStream, MessageSource, PartitionRange, Records
 from farflung.streams.messages import Decoder
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 ANSWER_S = 10.0
 """Maximum time that a broker may take to answer requests at the start."""
-GROWN_S = 1.0
+GROWTH_ANSWER_S = 1.0
 """Maximum time that a broker may take to return the end of a partition."""
-AGAIN_S = 0.1
+RETRY_S = 0.1
 """Delay before a request to a broker that was not ready is repeated."""
-NOT_READY = frozenset(
+NOT_READY_ERRORS = frozenset(
     {
         "COORDINATOR_LOAD_IN_PROGRESS",
         "COORDINATOR_NOT_AVAILABLE",
@@ -50,7 +50,7 @@ QUEUE = {"fetch.queue.backoff.ms": 20}
 """Time for which the client fetches nothing after it has read far ahead; its default of 1 s outlasts its queue."""
 
 
-@buffered
+@with_buffer_options
 def kafka(
     servers: str,
     topic: str,
@@ -88,9 +88,9 @@ def kafka(
     Raises:
       ConfigError: A value is out of range.
     """
-    choice_option("stream kafka", "begin", begin, get_args(Begin))
+    check_choice("stream kafka", "begin", begin, get_args(Begin))
     for name, value in (("servers", servers), ("topic", topic), ("group", group)):
-        text_option("stream kafka", name, value)
+        check_text("stream kafka", name, value)
     source = KafkaSource(servers, topic, begin, group, None if properties is None else Path(properties))
     return LiveStream(source, decoder, skip, deadline_s, buffer)
 
@@ -107,11 +107,11 @@ class KafkaSource(MessageSource):
         self._properties = properties
         self._close: Callable[[], object] = lambda: None
         self._partitions: list[int] = []
-        self._paused = False
+        self._is_paused = False
         self.name = f"topic {topic} at {servers}"
 
     @override
-    def open(self, rank: int, size: int) -> Mapping[int, Reach]:
+    def connect(self, rank: int, size: int) -> Mapping[int, PartitionRange]:
         """Requests the topic's partitions and offsets from the broker.
 
         Raises:
@@ -119,7 +119,7 @@ class KafkaSource(MessageSource):
           ConfigError: The client rejects its properties.
           DataError: No broker answers, or the topic has no partition for this replica.
         """
-        need("the stream kafka", "confluent_kafka", extra="kafka")
+        require_modules("the stream kafka", "confluent_kafka", extra="kafka")
         import confluent_kafka
 
         self._kafka = confluent_kafka
@@ -128,21 +128,23 @@ class KafkaSource(MessageSource):
             "group.id": self._group,
             "enable.auto.commit": False,
             "auto.offset.reset": "error",
-            "error_cb": self._hear,
-            "logger": SILENT,
+            "error_cb": self._handle_error,
+            "logger": SILENT_LOGGER,
             "reconnect.backoff.max.ms": 1000,
         }
         has_own_topic = "{rank}" in self._topic
         self._topic = self._topic.replace("{rank}", str(rank))
         self.name = f"topic {self._topic} at {self._servers}"
         try:
-            self._consumer = self._kafka.Consumer({**QUEUE, **_client_settings(self._properties), **settings})
+            self._consumer = self._kafka.Consumer(
+                {**QUEUE, **_read_client_settings(self._properties), **settings}
+            )
             self._close = self._consumer.close
         except (self._kafka.KafkaException, ValueError, TypeError) as error:
-            raise ConfigError(f"stream kafka: {_reason(error)}") from None
+            raise ConfigError(f"stream kafka: {_get_reason(error)}") from None
         consumer = self._consumer
         try:
-            topic = self._answer(
+            topic = self._ask_broker(
                 lambda: consumer.list_topics(self._topic, timeout=ANSWER_S).topics[self._topic]
             )
             if topic.error is not None:
@@ -156,12 +158,14 @@ class KafkaSource(MessageSource):
             partitions = [self._kafka.TopicPartition(self._topic, p) for p in self._partitions]
             is_committed = self._begin == "committed"
             begins = (
-                self._answer(lambda: consumer.committed(partitions, ANSWER_S)) if is_committed else partitions
+                self._ask_broker(lambda: consumer.committed(partitions, ANSWER_S))
+                if is_committed
+                else partitions
             )
-            return {p.partition: self._reach(p) for p in begins}
+            return {p.partition: self._find_range(p) for p in begins}
         except self._kafka.KafkaException as error:
             raise DataError(
-                f"{self.name}: {self.trouble or _reason(error)}: is a broker running there, and does it advertise an "
+                f"{self.name}: {self.trouble or _get_reason(error)}: is a broker running there, and does it advertise an "
                 "address that can be reached from here?"
             ) from None
 
@@ -170,28 +174,30 @@ class KafkaSource(MessageSource):
         self._consumer.assign([self._kafka.TopicPartition(self._topic, p, at) for p, at in positions.items()])
 
     @override
-    def read(self, most: int, wait_s: float) -> list[Records]:
+    def read(self, max_messages: int, wait_s: float) -> list[Records]:
         first = self._consumer.poll(wait_s)  # consume() would wait for as many as it is asked for
         if first is None:
             return []
         batches: dict[int, list[Message]] = {}
         trouble = ""
-        for message in [first, *self._consumer.consume(most - 1, 0.0)] if most > 1 else [first]:
+        for message in (
+            [first, *self._consumer.consume(max_messages - 1, 0.0)] if max_messages > 1 else [first]
+        ):
             if (error := message.error()) is None:
                 batches.setdefault(cast("int", message.partition()), []).append(message)
             else:
-                trouble = self._judge(error)
+                trouble = self._judge_error(error)
         self.trouble = trouble
-        return [_records(partition, messages) for partition, messages in batches.items()]
+        return [_build_records(partition, messages) for partition, messages in batches.items()]
 
     @override
-    def grown(self) -> Mapping[int, tuple[float, int]]:
+    def count_messages(self) -> Mapping[int, tuple[float, int]]:
         """Requests the ends of partitions from the broker, independent of the consumer's position."""
         counts: dict[int, tuple[float, int]] = {}
         for partition in self._partitions:
             try:
                 offsets = self._consumer.get_watermark_offsets(
-                    self._kafka.TopicPartition(self._topic, partition), timeout=GROWN_S
+                    self._kafka.TopicPartition(self._topic, partition), timeout=GROWTH_ANSWER_S
                 )
             except self._kafka.KafkaException:
                 break
@@ -201,15 +207,15 @@ class KafkaSource(MessageSource):
         return counts
 
     @override
-    def pause(self, paused: bool) -> None:
-        if paused == self._paused:
+    def pause(self, is_paused: bool) -> None:
+        if is_paused == self._is_paused:
             return
-        self._paused = paused
-        change = self._consumer.pause if paused else self._consumer.resume
+        self._is_paused = is_paused
+        change = self._consumer.pause if is_paused else self._consumer.resume
         change([self._kafka.TopicPartition(self._topic, p) for p in self._partitions])
 
     @override
-    def used(self, positions: Mapping[int, int], step: int) -> None:
+    def commit_positions(self, positions: Mapping[int, int], step: int) -> None:
         """Commits offsets, with the step; does not wait for the answer."""
         metadata = f"step {step}"
         self._consumer.commit(
@@ -221,16 +227,18 @@ class KafkaSource(MessageSource):
     def close(self) -> None:
         self._close()
 
-    def _reach(self, partition: Any) -> Reach:
+    def _find_range(self, partition: Any) -> PartitionRange:
         """Requests the range of one partition, whose offset is the committed one, if any."""
         consumer = self._consumer
-        first, end = self._answer(lambda: consumer.get_watermark_offsets(partition, timeout=ANSWER_S))
+        first, end = self._ask_broker(lambda: consumer.get_watermark_offsets(partition, timeout=ANSWER_S))
         committed = partition.offset if first <= partition.offset <= end else first
-        return Reach(first, end, {"earliest": first, "latest": end, "committed": committed}[self._begin])
+        return PartitionRange(
+            first, end, {"earliest": first, "latest": end, "committed": committed}[self._begin]
+        )
 
-    def _answer(self, ask: Callable[[], T]) -> T:
+    def _ask_broker(self, ask: Callable[[], T]) -> T:
         """Repeats a request until the broker is ready, and returns its answer."""
-        not_ready = {getattr(self._kafka.KafkaError, name) for name in NOT_READY}
+        not_ready = {getattr(self._kafka.KafkaError, name) for name in NOT_READY_ERRORS}
         deadline = time.monotonic() + ANSWER_S
         while True:
             try:
@@ -238,19 +246,19 @@ class KafkaSource(MessageSource):
             except self._kafka.KafkaException as error:
                 if error.args[0].code() not in not_ready or time.monotonic() > deadline:
                     raise
-            self._consumer.poll(AGAIN_S)
+            self._consumer.poll(RETRY_S)
 
-    def _hear(self, error: KafkaError) -> None:
+    def _handle_error(self, error: KafkaError) -> None:
         """Records an error that the client repairs by itself, such as a broken connection."""
         self.trouble = error.str()
 
-    def _judge(self, error: KafkaError) -> str:
+    def _judge_error(self, error: KafkaError) -> str:
         if error.fatal() or error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:
             raise DataError(f"{self.name}: {error.str()}")
         return error.str()
 
 
-def _records(partition: int, messages: list[Message]) -> Records:
+def _build_records(partition: int, messages: list[Message]) -> Records:
     return Records(
         partition,
         cast("list[int]", [m.offset() for m in messages]),
@@ -258,7 +266,7 @@ def _records(partition: int, messages: list[Message]) -> Records:
     )
 
 
-def _client_settings(properties: Path | None) -> dict[str, str]:
+def _read_client_settings(properties: Path | None) -> dict[str, str]:
     """Reads client properties from a file: lines of ``name=value``, without those that begin with ``#``.
 
     Raises:
@@ -267,7 +275,7 @@ def _client_settings(properties: Path | None) -> dict[str, str]:
     if properties is None:
         return {}
     settings = {}
-    with reading(properties, "must hold lines of name=value"):
+    with wrap_read_errors(properties, "must hold lines of name=value"):
         for line in read_text(properties).splitlines():
             if line.strip() and not line.lstrip().startswith("#"):
                 name, value = line.split("=", 1)
@@ -275,11 +283,11 @@ def _client_settings(properties: Path | None) -> dict[str, str]:
     return settings
 
 
-def _reason(error: Exception) -> str:
+def _get_reason(error: Exception) -> str:
     """Returns the text of a client's error."""
     reason = error.args[0] if error.args else error
     return reason.str() if hasattr(reason, "str") else str(reason)
 
 
-SILENT = logging.Logger("farflung.kafka", level=logging.CRITICAL)
+SILENT_LOGGER = logging.Logger("farflung.kafka", level=logging.CRITICAL)
 """Logger that discards the client library's output; its errors are reported otherwise."""

@@ -14,15 +14,15 @@ import torch
 from typing_extensions import override
 
 from farflung.errors import CheckpointError, ConfigError, DataError, FarflungError
-from farflung.files import deciding
-from farflung.options import number_option, whole_option
+from farflung.files import wrap_decision_errors
+from farflung.options import check_integer, check_number
 from farflung.streams.buffer import Buffer
 from farflung.streams.growth import Growth
-from farflung.streams.messages import Decoder, Messages, function_named
+from farflung.streams.messages import Decoder, MessageDecoder, import_function
 from farflung.tasks import Pending
-from farflung.types import Arrivals, Batch, Feed, Json, SampleIds, Samples, State, Stream
+from farflung.types import Arrivals, Batch, Json, SampleIds, Samples, State, Stream, StreamContext
 
-__all__ = ["CHUNK", "STRIDE", "LiveStream", "MessageSource", "Reach", "Records"]
+__all__ = ["CHUNK", "STRIDE", "LiveStream", "MessageSource", "PartitionRange", "Records"]
 
 STRIDE = 1 << 16
 """Factor of ids: an id is the position of a message times this, plus its partition."""
@@ -34,18 +34,18 @@ MEASURE_S = 0.25
 """Minimum time between two requests for the growth of a source."""
 MEASURE_SHARE = 0.1
 """Maximum share of the thread's time for these requests."""
-SETTLE = 2
+FINALIZE_SPANS = 2
 """Number of spans after which a first measurement is finalized, if the clock of the source has not reached a full
 span."""
-TELL_S = 0.25
+COMMIT_S = 0.25
 """Minimum time between two commits of used positions to a source."""
 PAUSE_S = 1.0
 """Time without room after which the source pauses, since resuming takes a while."""
 WAIT_S = 0.1
 """Time that the thread waits for messages before it checks everything else."""
-END_S = 5.0
+JOIN_S = 5.0
 """Maximum time that the thread may take to end."""
-_AHEAD = 1 << 62
+_MAX_LEAD = 1 << 62
 
 
 class Records(NamedTuple):
@@ -62,7 +62,7 @@ class Records(NamedTuple):
     values: list[Any]
 
 
-class Reach(NamedTuple):
+class PartitionRange(NamedTuple):
     """Range of positions that a source has of a partition.
 
     Args:
@@ -85,7 +85,7 @@ class MessageSource(ABC):
     """Latest problem that may resolve itself; empty once messages arrive."""
 
     @abstractmethod
-    def open(self, rank: int, size: int) -> Mapping[int, Reach]:
+    def connect(self, rank: int, size: int) -> Mapping[int, PartitionRange]:
         """Finds the partitions of one of ``size`` replicas.
 
         Raises:
@@ -97,7 +97,7 @@ class MessageSource(ABC):
         """Starts reading each partition from a position on."""
 
     @abstractmethod
-    def read(self, most: int, wait_s: float) -> list[Records]:
+    def read(self, max_messages: int, wait_s: float) -> list[Records]:
         """Returns up to ``max_messages`` new messages; waits up to ``wait_s`` seconds for the first.
 
         Raises:
@@ -105,17 +105,17 @@ class MessageSource(ABC):
         """
 
     @abstractmethod
-    def grown(self) -> Mapping[int, tuple[float, int]]:
+    def count_messages(self) -> Mapping[int, tuple[float, int]]:
         """Returns for each partition a time and the number of messages that it had received by then, read or not.
 
         Times are seconds of this machine's clock. Partitions with an unknown count are omitted. Called only if the
         rate is measured.
         """
 
-    def pause(self, paused: bool) -> None:  # noqa: B027
+    def pause(self, is_paused: bool) -> None:  # noqa: B027
         """Pauses or resumes fetching."""
 
-    def used(self, positions: Mapping[int, int], step: int) -> None:  # noqa: B027
+    def commit_positions(self, positions: Mapping[int, int], step: int) -> None:  # noqa: B027
         """Records that steps up to this one have used all messages before these positions."""
 
     @abstractmethod
@@ -152,113 +152,118 @@ class LiveStream(Stream):
         deadline_s: float,
         buffer: Mapping[str, Any],
     ) -> None:
-        whole_option("stream", "skip", skip, 0)
-        number_option("stream", "deadline_s", deadline_s, 0.001)
+        check_integer("stream", "skip", skip, 0)
+        check_number("stream", "deadline_s", deadline_s, 0.001)
         if buffer.get("policy", "persistence") == "persistence":
             buffer = {"backlog": BACKLOG, **buffer}
         self._source, self._decoder, self._skip, self._deadline_s = source, decoder, skip, deadline_s
         self._buffer = Buffer(**buffer)
-        self._low = (buffer.get("backlog") or 0) // 2
+        self._half_backlog = (buffer.get("backlog") or 0) // 2
         """Half of the backlog."""
         self._span_s = max(1.0, buffer.get("window_s") or 0.0)
-        self._changed = Condition()
+        self._condition = Condition()
         self._thread: Thread | None = None
-        self._opened = self._closed = False
-        self._next: dict[int, int] = {}
+        self._is_open = self._is_closed = False
+        self._next_positions: dict[int, int] = {}
         """Next position of each partition; empty until the begin is known."""
-        self._held: dict[int, Any] = {}
+        self._samples: dict[int, Any] = {}
         """Samples by id, as :meth:`MessageDecoder.build_rows` takes them."""
-        self._again: set[int] = set()
+        self._reread_ids: set[int] = set()
         """Ids that the checkpoint held and that have not been read again yet."""
-        self._skipped = 0
-        self._paused = False
-        self._read_at = 0.0
+        self._num_skipped = 0
+        self._is_paused = False
+        self._last_read_s = 0.0
         self._growth: dict[int, Growth] = {}
         """Growth of each partition, if the rate is measured."""
-        self._measure_at = 0.0
-        self._settle_at = math.inf
+        self._next_measure_s = 0.0
+        self._finalize_s = math.inf
         """Time at which a first measurement is finalized, however short."""
-        self._ready: Pending[None] | None = None
-        self._missing = 0
+        self._step_ready: Pending[None] | None = None
+        self._num_missing = 0
         self._silent_since = 0.0
         self._error: FarflungError | None = None
-        self._used: int | None = None
+        self._used_step: int | None = None
         """Last step that used samples, until it is committed to the source."""
-        self._told_at = -TELL_S
+        self._last_commit_s = -COMMIT_S
 
     @override
-    def open(self, feed: Feed) -> Samples:
-        self._feed = feed
-        decoder = None if self._decoder is None else function_named("decoder", self._decoder)
-        self._messages = Messages(feed.data.rows(torch.tensor([0])), decoder)
-        self._opened = True
-        self._reach = self._source.open(feed.rank, feed.size)
-        if any(partition >= STRIDE for partition in self._reach):
+    def start(self, context: StreamContext) -> Samples:
+        self._feed = context
+        decoder = None if self._decoder is None else import_function("decoder", self._decoder)
+        self._messages = MessageDecoder(context.data.get_rows(torch.tensor([0])), decoder)
+        self._is_open = True
+        self._ranges = self._source.connect(context.rank, context.size)
+        if any(partition >= STRIDE for partition in self._ranges):
             raise ConfigError(f"{self._source.name}: {STRIDE} partitions or more cannot be told apart")
-        self._buffer.open(feed, lanes=len(self._reach), stride=STRIDE, ahead=_AHEAD, gone=self._forget)
-        if self._buffer.measures:
-            self._growth = {partition: Growth(self._span_s) for partition in self._reach}
+        self._buffer.prepare(
+            context, lanes=len(self._ranges), stride=STRIDE, max_lead=_MAX_LEAD, on_remove=self._drop_samples
+        )
+        if self._buffer.needs_rate:
+            self._growth = {partition: Growth(self._span_s) for partition in self._ranges}
         return self
 
     @override
-    def poll(self, now: float, step: int) -> Arrivals:
+    def poll(self, time_s: float, step: int) -> Arrivals:
         """Returns the samples of a step, as :meth:`farflung.types.Stream.poll`; starts reading at the first call."""
-        del now
-        with self._changed:
+        del time_s
+        with self._condition:
             if self._thread is None:
-                self._begin(step)
+                self._start_thread(step)
             if self._error is not None:
                 raise self._error
             if not self._is_ready():
-                return self._wait(0, Arrivals(self._buffer.ids))
-            missing, arrivals = self._buffer.poll(step, self._rate)
+                return self._wait_for_samples(0, Arrivals(self._buffer.ids))
+            missing, arrivals = self._buffer.poll(step, self._sum_rates)
             if missing:
-                return self._wait(missing, arrivals)
-            return replace(arrivals, told={**arrivals.told, "skipped": self._skipped})
+                return self._wait_for_samples(missing, arrivals)
+            return replace(arrivals, telemetry={**arrivals.telemetry, "skipped": self._num_skipped})
 
-    def _wait(self, missing: int, arrivals: Arrivals) -> Arrivals:
-        self._ready, self._missing = Pending(), missing
+    def _wait_for_samples(self, missing: int, arrivals: Arrivals) -> Arrivals:
+        self._step_ready, self._num_missing = Pending(), missing
         self._silent_since = time.monotonic()
-        self._changed.notify_all()
-        return replace(arrivals, ready=self._ready)
+        self._condition.notify_all()
+        return replace(arrivals, next_poll=self._step_ready)
 
     @override
     def commit(self, ids: SampleIds, *, step: int) -> None:
-        with self._changed:
+        with self._condition:
             self._buffer.commit(ids)
-            self._used = step
+            self._used_step = step
             if self._has_room():
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     @override
     def state_dict(self) -> State:
         """Returns the next position of each partition and the ids of held samples, without the samples themselves."""
-        with self._changed:
-            following = {str(partition): position for partition, position in self._next.items()}
+        with self._condition:
+            following = {str(partition): position for partition, position in self._next_positions.items()}
             rates = {str(p): growth.rate for p, growth in self._growth.items() if growth.rate is not None}
             return {
-                "buffer": self._buffer.state_dict(), "next": following, "rates": rates, "skipped": self._skipped
+                "buffer": self._buffer.state_dict(), "next": following, "rates": rates, "skipped": self._num_skipped
             }  # fmt: skip
 
     @override
-    def seek(self, state: State) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restores a position; see :meth:`farflung.types.Stream.load_state_dict`.
 
         Raises:
           CheckpointError: The source no longer has the messages that follow it.
         """
-        self._buffer.seek(state["buffer"])
-        self._skipped = int(state["skipped"])
+        self._buffer.load_state_dict(state["buffer"])
+        self._num_skipped = int(state["skipped"])
         following = {int(partition): int(position) for partition, position in state["next"].items()}
         if not following:
             return  # saved before the first step
-        self._next = {**{partition: reach.first for partition, reach in self._reach.items()}, **following}
+        self._next_positions = {
+            **{partition: reach.first for partition, reach in self._ranges.items()},
+            **following,
+        }
         for partition, growth in self._growth.items():
             growth.rate = state["rates"].get(str(partition))
-        self._again = set(self._buffer.ids.tolist())
+        self._reread_ids = set(self._buffer.ids.tolist())
         name = self._source.name
-        for partition, position in self._starts().items():
-            reach = self._reach.get(partition)
+        for partition, position in self._compute_starts().items():
+            reach = self._ranges.get(partition)
             if reach is None:
                 raise CheckpointError(
                     f"{name}: partition {partition}, which the checkpoint goes on from, is gone"
@@ -271,76 +276,79 @@ class LiveStream(Stream):
 
     @override
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
         if self._thread is not None:
-            self._thread.join(END_S)
-        elif self._opened:
-            self._opened = False
+            self._thread.join(JOIN_S)
+        elif self._is_open:
+            self._is_open = False
             self._source.close()
 
-    def rows(self, ids: SampleIds) -> Batch:
+    def get_rows(self, ids: SampleIds) -> Batch:
         """Returns samples, as :meth:`farflung.types.Samples.get_rows`; waits for those that have to be read again."""
         sample_ids = ids.tolist()
-        with self._changed:
-            if self._again:
+        with self._condition:
+            if self._reread_ids:
                 if self._thread is None:
-                    self._begin(0)
-                has_arrived = self._changed.wait_for(
-                    lambda: self._error is not None or self._again.isdisjoint(sample_ids), self._deadline_s
+                    self._start_thread(0)
+                has_arrived = self._condition.wait_for(
+                    lambda: self._error is not None or self._reread_ids.isdisjoint(sample_ids),
+                    self._deadline_s,
                 )
                 if self._error is not None:
                     raise self._error
                 if not has_arrived:
-                    raise self._silence(self._deadline_s)
-            messages = [self._held[sample_id] for sample_id in sample_ids]
-        return self._messages.rows(messages)
+                    raise self._build_silence_error(self._deadline_s)
+            messages = [self._samples[sample_id] for sample_id in sample_ids]
+        return self._messages.build_rows(messages)
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
         return self._feed.data.prepare(rows, train=train)
 
-    def _forget(self, ids: SampleIds) -> None:
+    def _drop_samples(self, ids: SampleIds) -> None:
         for sample_id in ids.tolist():
-            self._held.pop(sample_id, None)
+            self._samples.pop(sample_id, None)
 
     # --- where it begins ----------------------------------------------------------------------------------------
 
-    def _begin(self, step: int) -> None:
-        if not self._next:
-            fresh: Json = {str(partition): reach.begin for partition, reach in self._reach.items()}
+    def _start_thread(self, step: int) -> None:
+        if not self._next_positions:
+            fresh: Json = {str(partition): reach.begin for partition, reach in self._ranges.items()}
             decision = self._feed.decide("positions", step, lambda: fresh)
-            with deciding("positions", step):
+            with wrap_decision_errors("positions", step):
                 value: Any = decision.value
                 positions = {int(partition): position for partition, position in value.items()}
                 is_whole = all(type(p) is int and p >= 0 for p in positions.values())
-                if positions.keys() != self._reach.keys() or not is_whole:
-                    raise ValueError(f"{value!r} for partitions {', '.join(map(str, self._reach))}")
-                self._next = positions
-        self._thread = Thread(target=self._follow, args=(self._starts(),), name="stream", daemon=True)
+                if positions.keys() != self._ranges.keys() or not is_whole:
+                    raise ValueError(f"{value!r} for partitions {', '.join(map(str, self._ranges))}")
+                self._next_positions = positions
+        self._thread = Thread(
+            target=self._run_thread, args=(self._compute_starts(),), name="stream", daemon=True
+        )
         self._thread.start()
 
-    def _starts(self) -> dict[int, int]:
+    def _compute_starts(self) -> dict[int, int]:
         """Returns the first position to read of each partition, so that held samples are read again."""
-        starts = dict(self._next)
-        for sample_id in self._again:
+        starts = dict(self._next_positions)
+        for sample_id in self._reread_ids:
             position, partition = divmod(sample_id, STRIDE)
             starts[partition] = min(position, starts[partition])
         return starts
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
-    def _follow(self, starts: Mapping[int, int]) -> None:
+    def _run_thread(self, starts: Mapping[int, int]) -> None:
         try:
             self._source.start(starts)
-            self._settle_at = time.monotonic() + SETTLE * self._span_s
+            self._finalize_s = time.monotonic() + FINALIZE_SPANS * self._span_s
             self._measure()
-            while not self._closed:
+            while not self._is_closed:
                 self._read()
                 self._measure()
-                self._tell_source()
-                self._watch()
-            self._tell_source()
+                self._commit_used()
+                self._check_deadline()
+            self._commit_used()
         except FarflungError as error:
             self._fail(error)
         except Exception as error:
@@ -349,81 +357,90 @@ class LiveStream(Stream):
             self._source.close()
 
     def _read(self) -> None:
-        with self._changed:
-            has_room = self._changed.wait_for(lambda: self._closed or self._has_room(), WAIT_S)
-            room = self._room()
-        if self._closed:
+        with self._condition:
+            has_room = self._condition.wait_for(lambda: self._is_closed or self._has_room(), WAIT_S)
+            room = self._compute_room()
+        if self._is_closed:
             return
         if has_room:
-            self._paused, self._read_at = False, time.monotonic()
+            self._is_paused, self._last_read_s = False, time.monotonic()
             self._source.pause(False)
-            self._take(self._source.read(CHUNK if room is None else min(room, CHUNK), WAIT_S))
-        elif time.monotonic() - self._read_at > PAUSE_S:
-            self._paused = True
+            self._take_records(self._source.read(CHUNK if room is None else min(room, CHUNK), WAIT_S))
+        elif time.monotonic() - self._last_read_s > PAUSE_S:
+            self._is_paused = True
             self._source.pause(True)
-            self._take(self._source.read(0, 0.0))
+            self._take_records(self._source.read(0, 0.0))
 
-    def _room(self) -> int | None:
-        return None if self._again else self._buffer.room
+    def _compute_room(self) -> int | None:
+        return None if self._reread_ids else self._buffer.room
 
     def _has_room(self) -> bool:
         """Returns True if much room is left, or any room while a step waits."""
-        room, threshold = self._room(), self._low if self._paused else min(self._low, CHUNK)
-        return room is None or room > threshold or (room > 0 and self._ready is not None)
+        room, threshold = (
+            self._compute_room(),
+            self._half_backlog if self._is_paused else min(self._half_backlog, CHUNK),
+        )
+        return room is None or room > threshold or (room > 0 and self._step_ready is not None)
 
-    def _take(self, came: Sequence[Records]) -> None:
-        decoded = [self._decoded(records) for records in came]
-        with self._changed:
-            for records, (samples, refused) in zip(came, decoded, strict=True):
-                self._take_in(records, samples, refused)
-            if came:
+    def _take_records(self, batches: Sequence[Records]) -> None:
+        decoded = [self._decode_records(records) for records in batches]
+        with self._condition:
+            for records, (samples, refused) in zip(batches, decoded, strict=True):
+                self._store_records(records, samples, refused)
+            if batches:
                 self._silent_since = time.monotonic()
-                self._changed.notify_all()
+                self._condition.notify_all()
         self._wake()
 
     def _wake(self) -> None:
         """Completes the wait of a step if its samples have arrived or the rate is known."""
         ready = None
-        with self._changed:
-            if self._missing <= 0 and self._is_ready():
-                ready, self._ready = self._ready, None
+        with self._condition:
+            if self._num_missing <= 0 and self._is_ready():
+                ready, self._step_ready = self._step_ready, None
         if ready is not None:
-            ready.set(None)
+            ready.set_result(None)
 
     def _is_ready(self) -> bool:
         """Returns True if all held samples have been read again and the rate, if measured, is known."""
-        return not self._again and all(growth.rate is not None for growth in self._growth.values())
+        return not self._reread_ids and all(growth.rate is not None for growth in self._growth.values())
 
-    def _decoded(self, records: Records) -> tuple[dict[int, Any], dict[int, Exception]]:
+    def _decode_records(self, records: Records) -> tuple[dict[int, Any], dict[int, Exception]]:
         """Decodes new or formerly held messages; returns samples by id, and errors by position."""
         samples: dict[int, Any] = {}
         refused: dict[int, Exception] = {}
-        partition, first_new, keep = records.partition, self._next[records.partition], self._messages.keep
+        partition, first_new, keep = (
+            records.partition,
+            self._next_positions[records.partition],
+            self._messages.check_message,
+        )
         for position, value in zip(records.positions, records.values, strict=True):
             sample_id = position * STRIDE + partition
-            if position >= first_new or sample_id in self._again:
+            if position >= first_new or sample_id in self._reread_ids:
                 try:
                     samples[sample_id] = keep(value)
                 except Exception as error:
                     refused[position] = error
         return samples, refused
 
-    def _take_in(self, records: Records, samples: dict[int, Any], refused: dict[int, Exception]) -> None:
+    def _store_records(
+        self, records: Records, samples: dict[int, Any], refused: dict[int, Exception]
+    ) -> None:
         partition, following = records.partition, records.positions[-1] + 1
-        self._next[partition] = max(self._next[partition], following)
+        self._next_positions[partition] = max(self._next_positions[partition], following)
         for position, error in refused.items():
-            self._skipped += 1
-            if self._skipped > self._skip:
+            self._num_skipped += 1
+            if self._num_skipped > self._skip:
                 raise DataError(
-                    f"{self._source.name}: {self._skipped} messages do not decode, the last at position {position} of "
+                    f"{self._source.name}: {self._num_skipped} messages do not decode, the last at position {position} of "
                     f"partition {partition} ({error}): raise skip, or give a decoder for them"
                 )
-        self._held.update(samples)
-        new = [i for i in samples if i not in self._again] if self._again else [*samples]
-        self._again.difference_update(samples)
+        self._samples.update(samples)
+        new = [i for i in samples if i not in self._reread_ids] if self._reread_ids else [*samples]
+        self._reread_ids.difference_update(samples)
         self._buffer.put(torch.tensor(new, dtype=torch.int64))
-        self._missing -= len(new)
-        for i in self._again:  # held samples must still exist, up to the position that has been read
+        self._num_missing -= len(new)
+        for i in self._reread_ids:  # held samples must still exist, up to the position that has been read
             position = i // STRIDE
             if i % STRIDE == partition and position < following:
                 raise DataError(
@@ -431,30 +448,30 @@ class LiveStream(Stream):
                     "the checkpoint was made, and is deleted there"
                 )
 
-    def _tell_source(self) -> None:
+    def _commit_used(self) -> None:
         time_s = time.monotonic()
-        with self._changed:
-            step, is_early = self._used, time_s - self._told_at < TELL_S and not self._closed
-            if step is None or is_early or self._again:
+        with self._condition:
+            step, is_early = self._used_step, time_s - self._last_commit_s < COMMIT_S and not self._is_closed
+            if step is None or is_early or self._reread_ids:
                 return
-            self._used, self._told_at = None, time_s
-            positions, held_ids = dict(self._next), self._buffer.ids
+            self._used_step, self._last_commit_s = None, time_s
+            positions, held_ids = dict(self._next_positions), self._buffer.ids
             for partition in positions:
                 lane_ids = held_ids[held_ids % STRIDE == partition]
                 if len(lane_ids):
                     positions[partition] = int(lane_ids[0]) // STRIDE
-        self._source.used(positions, step)
+        self._source.commit_positions(positions, step)
 
-    def _watch(self) -> None:
-        with self._changed:
+    def _check_deadline(self) -> None:
+        with self._condition:
             silent_s = time.monotonic() - self._silent_since
-            ready = self._ready
+            ready = self._step_ready
             if ready is None or silent_s < self._deadline_s:
                 return
-            self._error = self._silence(silent_s)
+            self._error = self._build_silence_error(silent_s)
         self._fail(self._error)
 
-    def _silence(self, seconds: float) -> DataError:
+    def _build_silence_error(self, seconds: float) -> DataError:
         trouble = f" ({self._source.trouble})" if self._source.trouble else ""
         return DataError(
             f"{self._source.name}: nothing came for {seconds:.0f} s{trouble}; if it may be silent or away for longer, "
@@ -462,32 +479,32 @@ class LiveStream(Stream):
         )
 
     def _fail(self, error: FarflungError) -> None:
-        with self._changed:
+        with self._condition:
             self._error = error
-            ready, self._ready = self._ready, None
-            self._closed = True
-            self._changed.notify_all()
+            ready, self._step_ready = self._step_ready, None
+            self._is_closed = True
+            self._condition.notify_all()
         if ready is not None:
-            ready.fail(error)
+            ready.set_exception(error)
 
     # --- its rate ----------------------------------------------------------------------------------------------------
 
-    def _rate(self) -> float:
+    def _sum_rates(self) -> float:
         """Returns samples per second, summed over all partitions."""
         return sum(growth.rate or 0.0 for growth in self._growth.values())
 
     def _measure(self) -> None:
         asked_at = time.monotonic()
-        if not self._growth or asked_at < self._measure_at:
+        if not self._growth or asked_at < self._next_measure_s:
             return
-        marks = self._source.grown()
+        marks = self._source.count_messages()
         answered_at = time.monotonic()
-        self._measure_at = answered_at + max(MEASURE_S, (answered_at - asked_at) / MEASURE_SHARE)
-        with self._changed:
+        self._next_measure_s = answered_at + max(MEASURE_S, (answered_at - asked_at) / MEASURE_SHARE)
+        with self._condition:
             if marks and not self._is_ready():
                 self._silent_since = answered_at
             for partition, mark in marks.items():
-                self._growth[partition].note(*mark)
-                if answered_at >= self._settle_at:
-                    self._growth[partition].settle()
+                self._growth[partition].record_count(*mark)
+                if answered_at >= self._finalize_s:
+                    self._growth[partition].finalize()
         self._wake()

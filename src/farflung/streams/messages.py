@@ -13,10 +13,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from farflung.errors import ConfigError
-from farflung.spec import imported
+from farflung.spec import import_object
 from farflung.types import Batch, TensorSpec
 
-__all__ = ["Decoder", "Messages", "as_messages", "function_named"]
+__all__ = ["Decoder", "MessageDecoder", "as_messages", "import_function"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -38,7 +38,7 @@ def as_messages(rows: Batch) -> list[bytes]:
     return [save({"inputs": inputs, "targets": targets}) for inputs, targets in samples]
 
 
-class Messages:
+class MessageDecoder:
     """Decoder of messages into batches.
 
     The header of the first safetensors message is remembered. Messages with the same header and length are kept as
@@ -49,64 +49,65 @@ class Messages:
       decoder: Decoder of messages in another format; ``None``: messages are safetensors.
     """
 
-    def __init__(self, like: Batch, decoder: Decoder | None) -> None:
+    def __init__(self, example: Batch, decoder: Decoder | None) -> None:
         self._specs = {
-            name: _spec(rows) for name, rows in (("inputs", like.inputs), ("targets", like.targets))
+            name: _build_spec(rows)
+            for name, rows in (("inputs", example.inputs), ("targets", example.targets))
         }
-        self._decode, self._remembers = decoder or _load, decoder is None
-        self._head, self._nbytes = b"", -1
-        self._begins: dict[str, int] = {}
+        self._decode, self._has_default_decoder = decoder or _load_sample, decoder is None
+        self._header, self._nbytes = b"", -1
+        self._offsets: dict[str, int] = {}
         """Offset of each tensor in a message with the remembered header."""
 
-    def keep(self, value: Any) -> Any:
+    def check_message(self, value: Any) -> Any:
         """Checks a message and returns its form for :meth:`build_rows`.
 
         Raises:
           Exception: The message holds no sample of the workload; of any kind.
         """
-        if self._head and len(value) == self._nbytes and value.startswith(self._head):
+        if self._header and len(value) == self._nbytes and value.startswith(self._header):
             return value
         inputs, targets = self._decode(value)
         for name, tensor in (("inputs", inputs), ("targets", targets)):
-            spec, expected = TensorSpec.of(tensor), self._specs[name]
+            spec, expected = TensorSpec.from_tensor(tensor), self._specs[name]
             if spec != expected:
                 raise ValueError(
-                    f"{name} of {_words(spec)}, and a sample of the workload has {_words(expected)}"
+                    f"{name} of {_format_spec(spec)}, and a sample of the workload has {_format_spec(expected)}"
                 )
-        if self._remembers and not self._head:
+        if self._has_default_decoder and not self._header:
             end = 8 + int.from_bytes(value[:8], "little")
             described = json.loads(value[8:end])
-            self._begins = {name: end + described[name]["data_offsets"][0] for name in self._specs}
-            self._head, self._nbytes = value[:end], len(value)
+            self._offsets = {name: end + described[name]["data_offsets"][0] for name in self._specs}
+            self._header, self._nbytes = value[:end], len(value)
         return inputs, targets
 
-    def rows(self, kept: Sequence[Any]) -> Batch:
+    def build_rows(self, messages: Sequence[Any]) -> Batch:
         """Builds a batch of messages that :meth:`check_message` has returned."""
-        if set(map(type, kept)) == {bytes}:
-            table = np.frombuffer(b"".join(kept), np.uint8).reshape(len(kept), self._nbytes)
-            return Batch(self._cut(table, "inputs"), self._cut(table, "targets"))
-        samples = [self._decode(x) if isinstance(x, bytes) else x for x in kept]
+        if set(map(type, messages)) == {bytes}:
+            table = np.frombuffer(b"".join(messages), np.uint8).reshape(len(messages), self._nbytes)
+            return Batch(self._slice_tensor(table, "inputs"), self._slice_tensor(table, "targets"))
+        samples = [self._decode(x) if isinstance(x, bytes) else x for x in messages]
         return Batch(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
 
-    def _cut(self, table: np.ndarray[tuple[int, int], np.dtype[np.uint8]], name: str) -> Tensor:
-        begin, spec = self._begins[name], self._specs[name]
+    def _slice_tensor(self, table: np.ndarray[tuple[int, int], np.dtype[np.uint8]], name: str) -> Tensor:
+        begin, spec = self._offsets[name], self._specs[name]
         columns = torch.from_numpy(table[:, begin : begin + spec.nbytes].copy())
         return columns.view(spec.dtype).view(len(table), *spec.shape)
 
 
-def function_named(kind: str, given: str | F) -> F:
+def import_function(kind: str, function: str | F) -> F:
     """Imports a function given as ``module:function``.
 
     Raises:
       ConfigError: The function does not exist.
     """
-    imported_function = imported(kind, given) if isinstance(given, str) else given
+    imported_function = import_object(kind, function) if isinstance(function, str) else function
     if not callable(imported_function):
-        raise ConfigError(f"{kind} {given!r}: not a function")
+        raise ConfigError(f"{kind} {function!r}: not a function")
     return imported_function  # type: ignore[return-value]
 
 
-def _load(value: bytes) -> tuple[Tensor, Tensor]:
+def _load_sample(value: bytes) -> tuple[Tensor, Tensor]:
     try:
         tensors = load(value)
         return tensors["inputs"], tensors["targets"]
@@ -116,9 +117,9 @@ def _load(value: bytes) -> tuple[Tensor, Tensor]:
         raise ValueError(f"no tensor {error}") from None
 
 
-def _spec(rows: Tensor) -> TensorSpec:
+def _build_spec(rows: Tensor) -> TensorSpec:
     return TensorSpec(tuple(rows.shape[1:]), rows.dtype)
 
 
-def _words(spec: TensorSpec) -> str:
+def _format_spec(spec: TensorSpec) -> str:
     return f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}"

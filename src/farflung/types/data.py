@@ -19,13 +19,13 @@ __all__ = [
     "Arrivals",
     "Batch",
     "Dataset",
-    "Feed",
     "Gate",
-    "Moved",
     "Partition",
+    "SampleBatch",
     "Samples",
     "Sharing",
     "Stream",
+    "StreamContext",
     "Workload",
 ]
 
@@ -44,7 +44,7 @@ class Batch:
 class Samples(Protocol):
     """Samples by number, as stored and as prepared for a model."""
 
-    def rows(self, ids: SampleIds) -> Batch:
+    def get_rows(self, ids: SampleIds) -> Batch:
         """Returns the samples ``ids`` as stored, which is also the form in which samples are sent."""
         ...
 
@@ -74,7 +74,7 @@ class Dataset(Samples, Protocol):
 class Partition(Protocol):
     """Rule that splits a data set among replicas."""
 
-    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
+    def split(self, data: Dataset, num_parts: int, *, seed: int = 0) -> list[SampleIds]:
         """Returns the ids of each part; every sample is in exactly one part, and repeated calls give equal results.
 
         Raises:
@@ -101,15 +101,15 @@ class Workload(Protocol):
         """Default settings: ``batch_size``, ``learning_rate``, ``momentum``, ``weight_decay``, ``steps``."""
         ...
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         """Returns a new model whose initial weights depend on ``generator`` only."""
         ...
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns one loss per sample, shape ``(len(batch),)``; the replica takes the weighted mean."""
         ...
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns one score per sample, shape ``(len(batch),)``; higher is better.
 
         A metric that is no mean over samples, such as average precision, returns a row of numbers per sample, shape
@@ -118,7 +118,7 @@ class Workload(Protocol):
         """
         ...
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
         """Returns the training and the test set.
 
         Raises:
@@ -128,7 +128,7 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class StreamContext:
     """Training data and settings from which one replica's stream delivers.
 
     Args:
@@ -145,7 +145,7 @@ class Feed:
     data: Dataset
     rank: int
     size: int
-    shared: bool
+    is_shared: bool
     batch_size: int
     seed: int
     decide: Callable[[str, int, Callable[[], Json]], Decision]
@@ -165,10 +165,10 @@ class Arrivals:
     """
 
     ids: SampleIds
-    ready: Pending[None] | float | None = None
+    next_poll: Pending[None] | float | None = None
     count: int | None = None
     weight: float | None = None
-    told: Mapping[str, Json] = field(default_factory=dict)
+    telemetry: Mapping[str, Json] = field(default_factory=dict)
 
 
 class Stream(ABC):
@@ -182,13 +182,13 @@ class Stream(ABC):
     its own, and fails :attr:`Arrivals.next_poll` with an error that names the source.
     """
 
-    everything: bool = False
+    has_random_access: bool = False
     """True if the whole data set is available at any time, so that a sampler may pick any sample."""
     is_live: bool = False
     """True if an external source sends samples in real time, so that virtual time cannot model the stream."""
 
     @abstractmethod
-    def open(self, feed: Feed) -> Samples:
+    def start(self, context: StreamContext) -> Samples:
         """Starts delivery and returns the samples that the ids of :meth:`poll` refer to.
 
         Raises:
@@ -196,7 +196,7 @@ class Stream(ABC):
         """
 
     @abstractmethod
-    def poll(self, now: float, step: int) -> Arrivals:
+    def poll(self, time_s: float, step: int) -> Arrivals:
         """Returns all held samples and tells if ``step`` can be trained; never blocks and removes nothing."""
 
     def commit(self, ids: SampleIds, *, step: int) -> None:  # noqa: B027
@@ -206,7 +206,7 @@ class Stream(ABC):
         """Returns the position to resume from, with all held samples."""
         return {}
 
-    def seek(self, state: State) -> None:  # noqa: B027
+    def load_state_dict(self, state: State) -> None:  # noqa: B027
         """Restores a position from :meth:`state_dict`; called after :meth:`start`."""
 
     def close(self) -> None:  # noqa: B027
@@ -218,7 +218,7 @@ class Stream(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class SampleBatch:
     """Samples that move to another replica.
 
     Args:
@@ -238,11 +238,11 @@ class Moved:
 class Gate(Protocol):
     """Gate for samples that change owner: open while no step waits for this replica's exchanges."""
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """Returns the seconds on the run's clock."""
         ...
 
-    async def opened(self, rest_s: float = 0.0) -> float:
+    async def wait_open(self, idle_s: float = 0.0) -> float:
         """Waits until the gate is open.
 
         Args:
@@ -258,21 +258,21 @@ class Sharing:
     """Policy for sending samples to other replicas, for one step or permanently; this base class sends none.
 
     To lend samples, override :meth:`is_due` and :meth:`exchange`. A sharing that moves samples permanently derives from
-    :class:`farflung.data.MovingSharing`.
+    :class:`farflung.data.PermanentSharing`.
     """
 
-    data_leaves_device: bool = False
+    has_data_transfers: bool = False
     """True if samples are sent to other replicas."""
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Returns True if samples are lent at ``step``; equal on all replicas."""
         del step
         return False
 
-    def own(self, wanted: int, size: int) -> int:
+    def get_local_batch_size(self, batch_size: int, size: int) -> int:
         """Returns the number of samples that a replica draws itself for a step."""
         del size
-        return wanted
+        return batch_size
 
     async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
         """Lends samples, before the gradient of ``step`` is computed.
@@ -293,12 +293,12 @@ class Sharing:
         """Returns numbers of the step by constant names, to be summed in :attr:`SharedStats.sums`."""
         return {}
 
-    moves_samples: bool = False
+    is_permanent: bool = False
     """True if samples change their owner permanently."""
-    by_importance: bool = False
+    needs_scores: bool = False
     """True if the sampler chooses by importance scores; it then has to be one that can transfer scores."""
 
-    def extensions(self, loop: Any) -> Sequence[Any]:
+    def build_extensions(self, loop: Any) -> Sequence[Any]:
         """Returns the sharing's extensions; see :meth:`farflung.types.Sampler.build_extensions`.
 
         Raises:

@@ -16,7 +16,7 @@ __all__ = [
     "Codec",
     "CodecState",
     "Contribution",
-    "Reduced",
+    "ReduceResult",
     "Reducer",
     "Seeds",
     "StateSlot",
@@ -27,7 +27,7 @@ class Seeds(NamedTuple):
     """Seeds of a part's randomness: ``shared`` is equal on all replicas, ``local`` differs on each."""
 
     shared: int
-    own: int
+    local: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +49,17 @@ class Codec(Protocol):
     """
 
     @property
-    def unbiased(self) -> bool:
+    def is_unbiased(self) -> bool:
         """Returns True if the expectation of ``decode(encode(g))`` is ``g``."""
         ...
 
     @property
-    def stateless(self) -> bool:
+    def is_stateless(self) -> bool:
         """Returns True if :meth:`init` gives an empty state that :meth:`encode` never fills."""
         ...
 
     @property
-    def per_hop(self) -> bool:
+    def can_requantize(self) -> bool:
         """Returns True if partial sums may be encoded again on every hop of a collective. Such a codec is stateless,
         and its error is small relative to each number. Top-k is stateless but does not qualify.
         """
@@ -79,11 +79,11 @@ class Codec(Protocol):
         """Returns a dense tensor of ``spec``."""
         ...
 
-    def observe(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
+    def update_state(self, state: CodecState, aggregate: Tensor, *, step: int) -> CodecState:
         """Updates the state from the average of the encoded tensors, which is equal on all replicas."""
         ...
 
-    def linear(self, state: CodecState) -> bool:
+    def is_linear(self, state: CodecState) -> bool:
         """Returns True if payloads may be summed part by part before decoding; may depend on the state."""
         ...
 
@@ -111,7 +111,7 @@ class StateSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
+class ReduceResult:
     """Result of an exchange.
 
     Args:
@@ -128,9 +128,9 @@ class Reduced:
     mean: Tensor
     weight: float
     metadata: Tensor
-    learn: Callable[[CodecState], CodecState] | None = None
-    learn_together: Callable[[Mapping[int, CodecState]], Mapping[int, CodecState]] | None = None
-    taught: State = field(default_factory=dict)
+    update_state: Callable[[CodecState], CodecState] | None = None
+    update_all_states: Callable[[Mapping[int, CodecState]], Mapping[int, CodecState]] | None = None
+    shared_delta: State = field(default_factory=dict)
 
 
 class Reducer:
@@ -142,9 +142,9 @@ class Reducer:
     """
 
     __slots__ = ()
-    repeatable: ClassVar[bool] = False
+    is_repeatable: ClassVar[bool] = False
     """True if an exchange may be repeated among fewer replicas from the state before it."""
-    teaches: ClassVar[bool] = False
+    has_shared_delta: ClassVar[bool] = False
     """True if results change the shared half of the state (:attr:`ReduceResult.shared_delta`). Only exchanges merged
     before the next ones start may then be repeated, since a replica that is ahead has another state.
     """
@@ -153,11 +153,13 @@ class Reducer:
         """Returns the initial state for one flat tensor."""
         raise NotImplementedError
 
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+    async def reduce(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
+    ) -> ReduceResult:
         """Returns the weighted mean over all replicas of ``channel``."""
         raise NotImplementedError
 
-    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+    def list_summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
         """Returns the bytes of each tensor that the collective sums in a step, without sums that use a codec.
 
         They resolve the collective ``auto`` when a run is created. Tensors of other sizes, such as those of a warm-up,
@@ -181,7 +183,7 @@ class Reducer:
           ConfigError: the reducer cannot work; the message has an alternative.
         """
 
-    def for_run(self, steps: int, warmup: int) -> Reducer:
+    def with_run_length(self, steps: int, warmup: int) -> Reducer:
         """Returns the reducer with options resolved that depend on a run's length.
 
         Args:
@@ -191,7 +193,7 @@ class Reducer:
         del steps, warmup
         return self
 
-    def exchanges_until(self, times: int) -> int:
+    def count_exchanges(self, times: int) -> int:
         """Returns the number of exchanges in which each kind occurs ``times`` times, without warm-up."""
         return times
 

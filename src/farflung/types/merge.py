@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["Averaged", "Merge", "MergeBucket", "MergeState", "OptimizerState", "anchor_of"]
+__all__ = ["AverageTarget", "Merge", "MergeBucket", "MergeState", "OptimizerState", "get_anchor"]
 
-Averaged: TypeAlias = Literal["gradient", "update", "parameters"]
+AverageTarget: TypeAlias = Literal["gradient", "update", "parameters"]
 """Quantity that an exchange averages. Gradients leave as backward fills their buckets and are merged before the
 optimizer steps. Updates and parameters leave and are merged after it.
 """
@@ -31,7 +31,7 @@ class MergeBucket(Protocol):
     parameters: list[nn.Parameter]
     optimizer: torch.optim.Optimizer | None
 
-    def weights(self) -> Tensor:
+    def copy_weights(self) -> Tensor:
         """Returns a flat copy of the parameters."""
         ...
 
@@ -61,7 +61,7 @@ class MergeState:
     anchor: Tensor | None = None
     shared: State = field(default_factory=dict)
     local: State = field(default_factory=dict)
-    is_apart: bool = False
+    has_diverged: bool = False
     has_updates: bool = False
     pending: list[State] = field(default_factory=list)
 
@@ -82,9 +82,9 @@ class Merge:
     """
 
     __slots__ = ()
-    moves: ClassVar[Averaged] = "update"
+    average_target: ClassVar[AverageTarget] = "update"
     """Quantity that its exchanges average."""
-    evaluates_anchor: ClassVar[bool] = False
+    should_evaluate_anchor: ClassVar[bool] = False
     """True if the anchor, not the mean of the parameters, is evaluated and saved while ranks differ."""
     if TYPE_CHECKING:
 
@@ -126,12 +126,12 @@ class Merge:
     def finish(self, bucket: MergeBucket, state: MergeState) -> None:
         """Completes a partial merge at the end of a run, when nothing is in flight."""
 
-    def last(self) -> Self:
+    def as_final(self) -> Self:
         """Returns the merge for a result that no training step follows."""
         return self
 
 
-def anchor_of(state: MergeState) -> Tensor:
+def get_anchor(state: MergeState) -> Tensor:
     """Returns the anchor of a merge that has one."""
     assert state.anchor is not None
     return state.anchor

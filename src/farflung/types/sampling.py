@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "BALANCED",
-    "PASSES",
+    "BALANCED_LABEL",
+    "FORWARDS_PER_GRADIENT",
     "Draw",
-    "Due",
-    "PoolView",
+    "DrawContext",
     "Sampler",
-    "ScoredBy",
-    "Spare",
-    "Statistics",
+    "ScoreKind",
+    "ScoringTimes",
+    "StatisticsSource",
+    "WaitWork",
 ]
 
-ScoredBy: TypeAlias = Literal["loss", "gradient_bound"]
+ScoreKind: TypeAlias = Literal["loss", "gradient_bound"]
 """Score of a sample: its loss, or the norm of the loss's gradient with respect to the output."""
 
 
-Statistics: TypeAlias = Literal["batch", "uniform"]
+StatisticsSource: TypeAlias = Literal["batch", "uniform"]
 """Samples that update running statistics: every batch, or uniform samples only."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoolView:
+class DrawContext:
     """Samples that a sampler may pick from at one step.
 
     Args:
@@ -67,15 +67,15 @@ class Draw:
     ids: SampleIds
     weights: Tensor | None = None
     weight: float | None = None
-    told: Mapping[str, Json] = field(default_factory=dict)
+    telemetry: Mapping[str, Json] = field(default_factory=dict)
 
 
-PASSES = 3
+FORWARDS_PER_GRADIENT = 3
 """Cost of a gradient in forward passes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class WaitWork:
     """Work for a step's wait, in chunks of samples.
 
     Args:
@@ -90,7 +90,7 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
+class ScoringTimes:
     """Times of a step that determine how many samples to score, by the replica's own clock.
 
     Args:
@@ -104,11 +104,11 @@ class Spare:
     compute_s: float
     wait_s: float
     scoring_s: float
-    scored: int
-    overlaps: bool
+    num_scored: int
+    has_overlap: bool
 
 
-BALANCED = "sampler balanced (--batch-size auto)"
+BALANCED_LABEL = "sampler balanced (--batch-size auto)"
 """Name of a sampler that balances a step, in messages."""
 
 
@@ -120,7 +120,7 @@ class Sampler(ABC):
     """
 
     @abstractmethod
-    def next(self, view: PoolView) -> Draw:
+    def draw(self, context: DrawContext) -> Draw:
         """Draws the batch of this replica for one step."""
 
     def state_dict(self) -> State:
@@ -134,7 +134,7 @@ class Sampler(ABC):
         """Returns numbers of the step by constant names, to be summed in :attr:`SharedStats.sums`."""
         return {}
 
-    def extensions(self, loop: Any) -> Sequence[Any]:
+    def build_extensions(self, loop: Any) -> Sequence[Any]:
         """Returns the extensions that the sampler adds to a run.
 
         Args:
@@ -155,29 +155,29 @@ class Sampler(ABC):
     has_shared_order: bool = False
     """True if replicas draw from one order of the whole set, so that batches can be returned."""
 
-    def give_back(self, step: int, rank: int) -> None:
+    def return_batch(self, step: int, rank: int) -> None:
         """Puts the batch that a rank took at a recent step back, so that it is drawn again."""
         raise NotImplementedError
 
-    def latest(self) -> State:
+    def get_joiner_state(self) -> State:
         """Returns the state besides :meth:`state_dict` that a joiner needs to return batches."""
         return {}
 
     is_balanced: bool = False
-    """True if fast replicas take more samples of a step; see :class:`farflung.sampling.Balanced`."""
+    """True if fast replicas take more samples of a step; see :class:`farflung.sampling.BalancedSampler`."""
     needs_scores: bool = False
     """True if samples are scored during waits; see :class:`farflung.sampling.ScoringSampler`."""
 
     # --- scores that are transferred with samples -----------------------------------------------------------------
 
-    carries_scores: bool = False
+    can_transfer_scores: bool = False
     """True if the methods below are implemented.
 
     A slot is the number by which a replica knows a sample; the number of slots is constant. A score below 0 marks a
     sample that was never scored.
     """
 
-    def outgoing(self, count: int, step: int) -> SampleIds:
+    def choose_outgoing(self, count: int, step: int) -> SampleIds:
         """Returns ``count`` distinct slots whose samples are sent away at a step.
 
         Raises:
@@ -185,10 +185,10 @@ class Sampler(ABC):
         """
         raise NotImplementedError
 
-    def scores_of(self, ids: SampleIds) -> Tensor | None:
+    def get_scores(self, ids: SampleIds) -> Tensor | None:
         """Returns the scores of the samples in these slots, float32; ``None`` if scores are not transferred."""
         del ids
         return None
 
-    def incoming(self, ids: SampleIds, scores: Tensor) -> None:  # noqa: B027
+    def replace_samples(self, ids: SampleIds, scores: Tensor) -> None:  # noqa: B027
         """Replaces the samples in these slots, with the scores of their previous owners."""

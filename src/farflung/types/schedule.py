@@ -17,11 +17,11 @@ __all__ = [
     "Bucket",
     "Fragment",
     "OptimizerFactory",
-    "Part",
     "RateScaling",
     "RateSchedule",
     "Schedule",
     "SharedStats",
+    "SyncUnit",
     "Transfer",
 ]
 
@@ -47,7 +47,7 @@ class Fragment:
     buckets: tuple[Bucket, ...]
 
 
-Part: TypeAlias = Bucket | Fragment
+SyncUnit: TypeAlias = Bucket | Fragment
 """Unit that a transfer moves."""
 
 
@@ -55,8 +55,8 @@ Part: TypeAlias = Bucket | Fragment
 class Transfer:
     """One exchange as data: the unit, the step at whose end its result is due, and its merge."""
 
-    part: Part
-    due_step: int
+    unit: SyncUnit
+    merge_step: int
     merge: Merge
 
 
@@ -101,27 +101,27 @@ class Schedule:
         return None
 
     @property
-    def moves_gradients(self) -> bool:
+    def is_gradient_only(self) -> bool:
         """Returns True if all merges average gradients: the optimizer steps on means only, and ranks never differ."""
-        return all(merge.moves == "gradient" for merge in self.merges)
+        return all(merge.average_target == "gradient" for merge in self.merges)
 
     @property
     def is_synchronous(self) -> bool:
         """Returns True if the optimizer steps on means of gradients only, each at the step of its gradients."""
-        return self.moves_gradients and not self.late
+        return self.is_gradient_only and not self.has_late_results
 
     @property
     def has_late_gradients(self) -> bool:
         """Returns True if gradients leave in their backward pass and may be due at a later step."""
-        return self.late and any(merge.moves == "gradient" for merge in self.merges)
+        return self.has_late_results and any(merge.average_target == "gradient" for merge in self.merges)
 
     @property
-    def late(self) -> bool:
+    def has_late_results(self) -> bool:
         """Returns True if any result may be due at a later step than its exchange starts."""
         return False
 
     @property
-    def reach(self) -> int:
+    def max_steps_ahead(self) -> int:
         """Maximum number of steps begun after the last one whose exchanges are all complete.
 
         0 if the schedule does not continue when replicas are lost.
@@ -135,7 +135,7 @@ class Schedule:
           ConfigError: the schedule does not support it; the message has an alternative.
         """
 
-    def extensions(self, loop: Any) -> Sequence[Any]:
+    def build_extensions(self, loop: Any) -> Sequence[Any]:
         """Returns the schedule's extensions; see :meth:`farflung.types.Sampler.build_extensions`.
 
         Raises:
@@ -144,7 +144,7 @@ class Schedule:
         del loop
         return ()
 
-    def parts(self, buckets: Sequence[Bucket]) -> Sequence[Part]:
+    def build_units(self, buckets: Sequence[Bucket]) -> Sequence[SyncUnit]:
         """Returns the units that transfers move of a model with these buckets."""
         return buckets
 
@@ -152,16 +152,16 @@ class Schedule:
         """Returns the state before the first step."""
         return {}
 
-    def plan(self, state: State, parts: Sequence[Part], step: int) -> list[Transfer]:
+    def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         """Returns the transfers that start at ``step``, in the order of ``units``; each unit at most once."""
         raise NotImplementedError
 
-    def asks(self, state: State, step: int) -> bool:
+    def needs_times(self, state: State, step: int) -> bool:
         """Returns True if the decider's times are needed with the stats of exchanges that start at ``step``."""
         del state, step
         return False
 
-    def observe(self, state: State, stats: SharedStats) -> State:
+    def update_state(self, state: State, stats: SharedStats) -> State:
         """Updates the state from the stats of a step, which are equal on all ranks."""
         del stats
         return state
@@ -188,11 +188,11 @@ class RateSchedule(Protocol):
     """Change of the learning rate during a run, a pure function of the progress of all replicas."""
 
     @property
-    def by(self) -> Literal["steps", "samples"]:
+    def progress_unit(self) -> Literal["steps", "samples"]:
         """Unit of progress: steps, or samples drawn by all replicas."""
         ...
 
-    def factor(self, done: int, total: int) -> float:
+    def compute_factor(self, progress: int, total: int) -> float:
         """Returns the factor by which the configured learning rate is multiplied.
 
         Args:
@@ -206,7 +206,7 @@ class RateSchedule(Protocol):
 class RateScaling(Protocol):
     """Dependence of a step's learning rate on the size of its batch."""
 
-    def factor(self, share: float) -> float:
+    def compute_factor(self, share: float) -> float:
         """Returns the factor by which the learning rate of a step is multiplied.
 
         Args:

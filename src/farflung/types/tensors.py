@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Counts", "Json", "Payload", "Placed", "SampleIds", "Segment", "Sent", "State", "TensorSpec"]
+__all__ = [
+    "Counts",
+    "Json",
+    "ParameterSpan",
+    "Payload",
+    "SampleIds",
+    "Segment",
+    "SentBytes",
+    "State",
+    "TensorSpec",
+]
 
 
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
@@ -24,7 +34,7 @@ SampleIds: TypeAlias = "Tensor"
 """Indices into a data set, shape ``(n,)``, int64."""
 
 
-class Placed(NamedTuple):
+class ParameterSpan(NamedTuple):
     """Shape of a parameter and position of its first element in a flat tensor."""
 
     shape: tuple[int, ...]
@@ -35,7 +45,7 @@ class Placed(NamedTuple):
         return math.prod(self.shape)
 
 
-def _float32() -> torch.dtype:
+def _get_float32() -> torch.dtype:
     import torch
 
     return torch.float32
@@ -46,12 +56,12 @@ class TensorSpec:
     """Shape and dtype of a dense tensor."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype = field(default_factory=_float32)
-    parts: tuple[Placed, ...] = field(default=(), compare=False)
+    dtype: torch.dtype = field(default_factory=_get_float32)
+    spans: tuple[ParameterSpan, ...] = field(default=(), compare=False)
     """Parameters of a flat bucket in order; empty if unknown. Not compared between specs."""
 
     @staticmethod
-    def of(tensor: Tensor) -> TensorSpec:
+    def from_tensor(tensor: Tensor) -> TensorSpec:
         """Returns the spec of ``tensor``."""
         return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
@@ -72,7 +82,7 @@ class Segment:
     start: int
     length: int
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def narrow(self, tensor: Tensor) -> Tensor:
         """Returns the segment as a view of ``tensor``."""
         return tensor.narrow(0, self.start, self.length)
 
@@ -87,11 +97,11 @@ class Payload:
 
     parts: tuple[Tensor | Payload, ...]
 
-    def tensors(self) -> Iterator[Tensor]:
+    def iter_tensors(self) -> Iterator[Tensor]:
         """Yields the tensors, depth first."""
         for part in self.parts:
             if isinstance(part, Payload):
-                yield from part.tensors()
+                yield from part.iter_tensors()
             else:
                 yield part
 
@@ -104,10 +114,10 @@ class Payload:
 Counts: TypeAlias = "npt.NDArray[np.int64]"
 """Bytes to each rank, in the order of ranks."""
 
-_EACH = slice(None)
+_ALL_RANKS = slice(None)
 
 
-class Sent:
+class SentBytes:
     """Payload bytes that one rank has sent, by kind of message and receiving rank.
 
     >>> sent = SentBytes(3, {"evaluation": [0, 16, 16]})
@@ -128,7 +138,7 @@ class Sent:
         for kind, counts in (nbytes or {}).items():
             self.add(kind, np.array(counts, dtype=np.int64))
 
-    def add(self, kind: str, nbytes: int | Counts, dst: int | slice = _EACH) -> None:
+    def add(self, kind: str, nbytes: int | Counts, dst: int | slice = _ALL_RANKS) -> None:
         """Adds the bytes sent to ``dst``, or the bytes sent to each rank."""
         import numpy as np
 
@@ -137,9 +147,9 @@ class Sent:
             counts = self._counts[kind] = np.zeros(self._size, dtype=np.int64)
         counts[dst] += nbytes
 
-    def add_all(self, other: Sent) -> None:
+    def add_all(self, source: SentBytes) -> None:
         """Adds the counts of another instance."""
-        for kind, counts in other._counts.items():
+        for kind, counts in source._counts.items():
             self.add(kind, counts)
 
     def to_json(self) -> dict[str, list[int]]:

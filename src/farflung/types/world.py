@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from farflung.tasks import Pending
-from farflung.types.tensors import Counts, Json, Payload, Segment, Sent, TensorSpec
+from farflung.types.tensors import Counts, Json, Payload, Segment, SentBytes, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,12 +19,12 @@ __all__ = [
     "Change",
     "Channel",
     "CodingCost",
-    "CodingLane",
+    "CodingProcessor",
     "Communicator",
     "Cost",
     "Decision",
     "Decisions",
-    "Elastic",
+    "ElasticMembership",
     "Group",
     "Runtime",
     "SegmentCoding",
@@ -50,11 +50,11 @@ class SegmentCoding(Protocol):
         """Name of the encoding in its costs; see :class:`CodingCost`."""
         ...
 
-    def encode(self, tensor: Tensor, where: Segment, count: int) -> Payload:
+    def encode(self, tensor: Tensor, segment: Segment, count: int) -> Payload:
         """Encodes the segment ``tensor``, a sum over ``count`` ranks, which is not modified."""
         ...
 
-    def decode(self, payload: Payload, spec: TensorSpec, where: Segment, count: int) -> Tensor:
+    def decode(self, payload: Payload, spec: TensorSpec, segment: Segment, count: int) -> Tensor:
         """Returns the dense segment, bit-identical on all ranks."""
         ...
 
@@ -63,7 +63,7 @@ class AllReduce(Protocol):
     """Sum of a flat tensor and its metadata over all ranks of a channel; see :class:`farflung.comm.Collective`."""
 
     def __call__(
-        self, channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+        self, channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
     ) -> Awaitable[tuple[Tensor, Tensor]]:
         """Returns the sums, bit-identical on all ranks.
 
@@ -90,7 +90,7 @@ class CodingCost(NamedTuple):
     numel: int
 
 
-class CodingLane(Protocol):
+class CodingProcessor(Protocol):
     """Processor of a modelled device that runs the arithmetic of exchanges in sequence.
 
     On the wall clock this is the communication thread.
@@ -100,7 +100,7 @@ class CodingLane(Protocol):
         """Queues an operation behind those charged before."""
         ...
 
-    def through(self) -> Pending[None]:
+    def wait_idle(self) -> Pending[None]:
         """Completes when all operations charged so far are done."""
         ...
 
@@ -108,17 +108,17 @@ class CodingLane(Protocol):
 class Group(Protocol):
     """Ranks that exchange, with messages between two and sums over all; calls return immediately."""
 
-    auto: Mapping[int, str]
+    auto_collectives: Mapping[int, str]
     """Collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks and resolved when a run is
     created. Tensors of other sizes use a rule by size.
     """
-    sent: Sent
+    sent_bytes: SentBytes
     """Bytes that this replica has sent. :meth:`send` counts tensors; bytes sent by other means are added by
     :meth:`Channel.count_sent`.
     """
 
     @property
-    def lane(self) -> CodingLane | None:
+    def coding_processor(self) -> CodingProcessor | None:
         """Processor charged with the arithmetic of exchanges; ``None`` if that is not modelled."""
         ...
 
@@ -128,8 +128,7 @@ class Group(Protocol):
         ...
 
     @property
-    def size(self) -> int:
-        ...
+    def size(self) -> int: ...
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
         """Sends a message; completes when it has left this process.
@@ -163,7 +162,7 @@ class Group(Protocol):
         """
         ...
 
-    def land(self, src: int, tag: Tag, into: Tensor) -> None:
+    def post_recv_buffer(self, src: int, tag: Tag, buffer: Tensor) -> None:
         """Posts a buffer in which the first tensor of a message may arrive without a copy.
 
         It is used if it is contiguous and of the tensor's size, and nothing of the message has arrived. Bytes may be
@@ -176,7 +175,7 @@ class Group(Protocol):
         """
         ...
 
-    def collective(self, name: str) -> AllReduce:
+    def get_collective(self, name: str) -> AllReduce:
         """Returns the collective with a name."""
         ...
 
@@ -194,7 +193,7 @@ class Communicator(Group, Protocol):
         """Receives the first message with this tag from any rank, and its sender; see :meth:`recv`."""
         ...
 
-    def forget(self, exchange: int) -> None:
+    def cancel_exchange(self, exchange: int) -> None:
         """Ends waits for messages of an exchange with :class:`farflung.errors.WaitEnded`, and drops these messages.
 
         Args:
@@ -202,7 +201,7 @@ class Communicator(Group, Protocol):
         """
         ...
 
-    def advance(self, view: int) -> None:
+    def advance_view(self, view: int) -> None:
         """Switches this member to a newer view.
 
         Waits of the older view end with :class:`farflung.errors.WaitEnded`. Its unsent messages are withdrawn, and
@@ -213,14 +212,14 @@ class Communicator(Group, Protocol):
         """
         ...
 
-    def departure(self) -> Pending[int]:
+    def wait_for_leave(self) -> Pending[int]:
         """Waits for the next member that leaves or is lost and returns its rank, each once; one wait at a time.
 
         In a view that ends with its first loss, this wait ends too.
         """
         ...
 
-    def arrival(self) -> Pending[int]:
+    def wait_for_join(self) -> Pending[int]:
         """Waits for the next member that joins after the start and returns its rank, each once; one wait at a time."""
         ...
 
@@ -237,15 +236,15 @@ class Communicator(Group, Protocol):
         """
         ...
 
-    def moved_nbytes(self, rank: int | None = None) -> int:
+    def get_traffic_nbytes(self, rank: int | None = None) -> int:
         """Returns the bytes of large messages, complete or partial, exchanged with a member or with all."""
         ...
 
-    def relay(self, one: int, other: int) -> None:
+    def relay(self, rank_a: int, rank_b: int) -> None:
         """Forwards messages between two other members that reconnect through this one."""
         ...
 
-    def quiet_s(self, rank: int) -> float:
+    def get_idle_s(self, rank: int) -> float:
         """Returns the seconds since bytes of a member last arrived; infinite if unknown."""
         ...
 
@@ -289,11 +288,11 @@ class Decision:
 class Decisions(Protocol):
     """Decisions of a run: new ones, and those replayed from an earlier run."""
 
-    def replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
+    def find_replayed(self, name: str, step: int, rank: int | None = None) -> Decision | None:
         """Returns the replayed run's decision; ``None`` if it made none, or no run is replayed."""
         ...
 
-    def first_replayed(self, name: str, step: int) -> int | None:
+    def find_replayed_step(self, name: str, step: int) -> int | None:
         """Returns the first step from ``step`` with such a decision for all replicas, or ``None``."""
         ...
 
@@ -314,19 +313,17 @@ class Channel(Protocol):
         ...
 
     @property
-    def size(self) -> int:
-        ...
+    def size(self) -> int: ...
 
     @property
-    def auto(self) -> Mapping[int, str]:
+    def auto_collectives(self) -> Mapping[int, str]:
         """See :attr:`Communicator.auto_collectives`."""
         ...
 
     @property
-    def sent_nbytes(self) -> int:
-        ...
+    def sent_nbytes(self) -> int: ...
 
-    def count(self, nbytes: Counts) -> None:
+    def count_sent(self, nbytes: Counts) -> None:
         """Adds bytes to each rank that are sent by other means than :meth:`send`.
 
         Args:
@@ -334,7 +331,7 @@ class Channel(Protocol):
         """
         ...
 
-    def hops(self, count: int) -> int:
+    def reserve_hops(self, count: int) -> int:
         """Reserves ``count`` consecutive hops for one collective or round; returns the first."""
         ...
 
@@ -346,7 +343,7 @@ class Channel(Protocol):
         """
         ...
 
-    def computed(self) -> Pending[None]:
+    def wait_computed(self) -> Pending[None]:
         """Completes when the modelled device has finished all computation so far."""
         ...
 
@@ -358,15 +355,15 @@ class Channel(Protocol):
         """Receives as :meth:`Communicator.recv`."""
         ...
 
-    def land(self, src: int, hop: int, into: Tensor) -> None:
+    def post_recv_buffer(self, src: int, hop: int, buffer: Tensor) -> None:
         """Posts a buffer as :meth:`Communicator.post_recv_buffer`."""
         ...
 
-    def tag(self, hop: int) -> Tag:
+    def get_tag(self, hop: int) -> Tag:
         """Returns the communicator's tag for messages of a hop."""
         ...
 
-    def collective(self, name: str) -> AllReduce:
+    def get_collective(self, name: str) -> AllReduce:
         """Returns a collective as :meth:`Communicator.get_collective`."""
         ...
 
@@ -390,15 +387,15 @@ class Change(NamedTuple):
 
     step: int
     ranks: tuple[int, ...]
-    lost: tuple[int, ...] = ()
-    joined: tuple[int, ...] = ()
-    again: range = range(0)
-    t: float = 0.0
+    lost_ranks: tuple[int, ...] = ()
+    joined_ranks: tuple[int, ...] = ()
+    repeated_steps: range = range(0)
+    time_s: float = 0.0
     view: int = 1
 
 
-class Elastic(Protocol):
-    """Interface of runs that continue when replicas are lost; see :class:`farflung.membership.Elastic`."""
+class ElasticMembership(Protocol):
+    """Interface of runs that continue when replicas are lost; see :class:`farflung.membership.PaxosMembership`."""
 
     @property
     def changes(self) -> list[Change]:
@@ -406,12 +403,12 @@ class Elastic(Protocol):
         ...
 
     @property
-    def given_nbytes(self) -> int:
+    def join_nbytes(self) -> int:
         """Number of bytes of state and results that this replica received before it began."""
         ...
 
     @property
-    def interrupted(self) -> Pending[None]:
+    def interruption(self) -> Pending[None]:
         """Pending that fails once this replica has left, or the run has ended or continues without it.
 
         It is replaced by another for the next membership.
@@ -424,22 +421,21 @@ class Elastic(Protocol):
         ...
 
     @property
-    def view_number(self) -> int:
-        ...
+    def view_number(self) -> int: ...
 
     async def probe(self) -> None:
         """Removes members of the newest view that are silent for a whole deadline."""
         ...
 
-    def at(self, step: int) -> Change:
+    def find_change(self, step: int) -> Change:
         """Returns the change in force at a step."""
         ...
 
-    def counted(self, step: int) -> int:
+    def count_batches(self, step: int) -> int:
         """Returns the number of batches that a step takes, less those returned at it."""
         ...
 
-    def give_back(self, step: int, sampler: Sampler) -> None:
+    def return_batches(self, step: int, sampler: Sampler) -> None:
         """Puts batches of lost members back into a sampler, if a change takes effect at a step."""
         ...
 
@@ -448,15 +444,15 @@ class Elastic(Protocol):
         number: int,
         part: int,
         make: Callable[..., Coroutine[Pending[Any], None, Any]],
-        values: Any,
+        result_codec: Any,
         *,
         rewind: Callable[[], None] | None,
-        ends_step: bool,
+        is_last_of_step: bool,
     ) -> Any:
         """Starts an exchange; see :func:`farflung.comm.start`."""
         ...
 
-    def end(self) -> None:
+    def announce_failure(self) -> None:
         """Announces to the others that this replica's process ends on an error."""
         ...
 
@@ -469,23 +465,23 @@ class Elastic(Protocol):
         ...
 
     @property
-    def joins(self) -> bool:
+    def is_joining(self) -> bool:
         """Returns True if this replica has not received the state of the run yet."""
         ...
 
-    def begin_step(self, step: int) -> bool:
+    def should_publish_state(self, step: int) -> bool:
         """Records that a step begins; returns True if a snapshot of the state before it should be published."""
         ...
 
-    async def offer(self, step: int, parts: Sequence[Tensor]) -> None:
+    async def publish_state(self, step: int, parts: Sequence[Tensor]) -> None:
         """Publishes a snapshot of the state before a step to replicas that join."""
         ...
 
-    async def given(self) -> list[Tensor]:
+    async def receive_state(self) -> list[Tensor]:
         """Waits for a snapshot of the state of the run, and returns its parts."""
         ...
 
-    async def follows(self, step: int) -> bool:
+    async def should_follow(self, step: int) -> bool:
         """Waits until a joining replica can follow a step; returns False if it begins at it."""
         ...
 
@@ -493,17 +489,17 @@ class Elastic(Protocol):
 class Runtime(Protocol):
     """Clock, computation, messages and decisions of one replica, on the wall clock or in virtual time."""
 
-    elastic: Elastic | None
+    elastic: ElasticMembership | None
     """Membership that repeats exchanges when replicas are lost; ``None`` if the first loss ends the run."""
     events: int
     """Number of steps and computations, which shows waiting peers that this replica is busy."""
 
-    def address_of(self, rank: int) -> str | None:
+    def get_address(self, rank: int) -> str | None:
         """Returns the address for others to admit a replica that has joined; ``None`` if the world knows it."""
         ...
 
     @property
-    def off_clock(self) -> Runtime | None:
+    def untimed(self) -> Runtime | None:
         """Runtime with a stopped clock for work outside training, such as evaluations and checkpoints.
 
         Computation and messages take no time there, and launched exchanges begin immediately. ``None`` on the wall
@@ -512,14 +508,12 @@ class Runtime(Protocol):
         ...
 
     @property
-    def comm(self) -> Communicator:
-        ...
+    def comm(self) -> Communicator: ...
 
     @property
-    def decisions(self) -> Decisions:
-        ...
+    def decisions(self) -> Decisions: ...
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """Returns the seconds since the run began, wall or virtual."""
         ...
 
@@ -527,7 +521,7 @@ class Runtime(Protocol):
         """Completes when the clock shows ``t``."""
         ...
 
-    def first_of(self, *pendings: Pending[Any]) -> Pending[int]:
+    def wait_any(self, *pendings: Pending[Any]) -> Pending[int]:
         """Waits for the first to complete and returns its index."""
         ...
 
@@ -542,7 +536,7 @@ class Runtime(Protocol):
         """Runs ``fn``; virtual time charges the modelled seconds."""
         ...
 
-    def backward(
+    def run_backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
         """Runs ``fn(ready)``, which calls ``ready(i)`` as bucket ``i`` fills, and completes when it is done. In this
@@ -558,6 +552,6 @@ class Runtime(Protocol):
         """Decides a choice by time or arrival: one decider calls ``local``, and all get its value."""
         ...
 
-    def decide_own(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
+    def decide_locally(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
         """Decides a choice by time or arrival for this replica only, without a message."""
         ...

@@ -2,22 +2,22 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
-    from farflung.wall.launch_env import LaunchEnv, interface_to_master
-    from farflung.wall.measuring import measured_network
+    from farflung.wall.launch_env import LaunchEnv, find_interface_to_master
+    from farflung.wall.measuring import measure_network
     from farflung.wall.pace import Pace
     from farflung.wall.runtime import WallRuntime
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
-            "launch_env": "LaunchEnv interface_to_master",
-            "measuring": "measured_network",
+            "launch_env": "LaunchEnv find_interface_to_master",
+            "measuring": "measure_network",
             "pace": "Pace",
             "runtime": "WallRuntime",
         },
     )
 
-__all__ = ["LaunchEnv", "Pace", "WallRuntime", "interface_to_master", "measured_network"]
+__all__ = ["LaunchEnv", "Pace", "WallRuntime", "find_interface_to_master", "measure_network"]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from farflung.comm import View
+from farflung.comm import ViewSession
 from farflung.errors import RunLost
 from farflung.tasks import Pending, Task
 
@@ -19,7 +19,7 @@ __all__ = ["CommunicationThread"]
 
 T = TypeVar("T")
 
-_LEFT = "this rank has left the run, and exchanges nothing after finish() or close(): take states and averages before"
+_LEFT_MESSAGE = "this rank has left the run, and exchanges nothing after finish() or close(): take states and averages before"
 
 
 class CommunicationThread(threading.Thread):
@@ -28,44 +28,44 @@ class CommunicationThread(threading.Thread):
     Other threads reach it only by :meth:`call_soon`, which wakes it through a socket pair.
     """
 
-    def __init__(self, view: View, now: Callable[[], float], deadline_s: float) -> None:
+    def __init__(self, session: ViewSession, read_clock: Callable[[], float], deadline_s: float) -> None:
         super().__init__(name="farflung-communication", daemon=True)
-        self._view, self._now, self._deadline_s = view, now, deadline_s
-        self._soon: deque[Callable[[], None]] = deque()
-        self._sleeping = False
-        self._stopping = False
-        self._launched: set[Pending[Any]] = set()
-        self._lost: RunLost | None = None
-        self._spent_s: float | None = None
-        self._bell, self._ear = socket.socketpair()
-        self._ear.setblocking(False)
-        view.transport.watch(self._ear.fileno(), self._heard)
+        self._session, self._read_clock, self._deadline_s = session, read_clock, deadline_s
+        self._ready: deque[Callable[[], None]] = deque()
+        self._is_sleeping = False
+        self._is_stopping = False
+        self._tasks: set[Pending[Any]] = set()
+        self._end_error: RunLost | None = None
+        self._total_cpu_s: float | None = None
+        self._wakeup_send, self._wakeup_recv = socket.socketpair()
+        self._wakeup_recv.setblocking(False)
+        session.transport.watch(self._wakeup_recv.fileno(), self._drain_wakeup)
 
     @property
     def cpu_s(self) -> float:
         """Processor seconds of the thread so far."""
-        if self._spent_s is not None:
-            return self._spent_s
+        if self._total_cpu_s is not None:
+            return self._total_cpu_s
         assert self.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
 
-    def soon(self, fn: Callable[[], None]) -> None:
+    def call_soon(self, fn: Callable[[], None]) -> None:
         """Calls ``fn`` on this thread; usable from any thread."""
-        self._soon.append(fn)
-        if self._sleeping:
-            self._bell.send(b"!")
+        self._ready.append(fn)
+        if self._is_sleeping:
+            self._wakeup_send.send(b"!")
 
-    def at(self, t: float, fn: Callable[[], None]) -> None:
+    def call_at(self, t: float, fn: Callable[[], None]) -> None:
         """Calls ``fn`` when the clock reaches ``t``; usable from this thread only."""
-        self._view.transport.call_later(t - self._now(), fn)
+        self._session.transport.call_later(t - self._read_clock(), fn)
 
     def launch(self, coroutine: Coroutine[Pending[Any], None, T]) -> Pending[T]:
         """Runs a coroutine here; usable from any thread. It fails if this thread has ended or ends before."""
-        task = Task(coroutine, self.soon)
-        self._launched.add(task)
-        task.on_done(self._launched.discard)
-        if self._lost is not None:
-            task.fail(self._lost)
+        task = Task(coroutine, self.call_soon)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if self._end_error is not None:
+            task.set_exception(self._end_error)
             coroutine.close()
         return task
 
@@ -73,47 +73,47 @@ class CommunicationThread(threading.Thread):
         """Ends the thread after its queued calls, and waits for the end."""
 
         def end() -> None:
-            self._stopping = True
+            self._is_stopping = True
 
-        self.soon(end)
+        self.call_soon(end)
         self.join()
         # Only now: `call_soon` may still send while the thread is past its last iteration.
-        self._bell.close()
-        self._ear.close()
+        self._wakeup_send.close()
+        self._wakeup_recv.close()
 
     @override
     def run(self) -> None:
         """Runs the loop; an error in it fails everything that waits."""
         try:
-            while not self._stopping:
-                self._turn()
+            while not self._is_stopping:
+                self._run_once()
         except BaseException as error:
             failure = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self._end(failure)
-            self._view.end(failure)
+            self._fail_tasks(failure)
+            self._session.end(failure)
         finally:
-            self._sleeping = False
-            self._end(RunLost(_LEFT))
-            self._view.close()
-            self._spent_s = time.thread_time()
+            self._is_sleeping = False
+            self._fail_tasks(RunLost(_LEFT_MESSAGE))
+            self._session.close()
+            self._total_cpu_s = time.thread_time()
 
-    def _end(self, lost: RunLost) -> None:
+    def _fail_tasks(self, error: RunLost) -> None:
         """Fails all tasks, including those launched later."""
-        self._lost = self._lost or lost
-        for task in list(self._launched):
-            task.fail(self._lost)
+        self._end_error = self._end_error or error
+        for task in list(self._tasks):
+            task.set_exception(self._end_error)
 
-    def _turn(self) -> None:
-        while self._soon:
-            self._soon.popleft()()
-        look_again = self._view.waits.check(self._deadline_s)
-        self._sleeping = True
+    def _run_once(self) -> None:
+        while self._ready:
+            self._ready.popleft()()
+        look_again = self._session.wait_monitor.check(self._deadline_s)
+        self._is_sleeping = True
         # A callback queued before `_is_sleeping` was set has sent no wakeup: check again.
-        is_due = self._soon or self._stopping
-        left_s = None if look_again is None else max(0.0, look_again - self._now())
-        self._view.transport.poll(0.0 if is_due else left_s)
-        self._sleeping = False
+        is_due = self._ready or self._is_stopping
+        left_s = None if look_again is None else max(0.0, look_again - self._read_clock())
+        self._session.transport.poll(0.0 if is_due else left_s)
+        self._is_sleeping = False
 
-    def _heard(self) -> None:
-        self._ear.recv(4096)
+    def _drain_wakeup(self) -> None:
+        self._wakeup_recv.recv(4096)

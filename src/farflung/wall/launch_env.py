@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from farflung.comm.interface import check_host, loopback_address, route_to
+from farflung.comm.interface import check_host, find_local_address, find_loopback_address
 from farflung.errors import ConfigError
-from farflung.wall.stores import host_of, reached, serving
+from farflung.wall.stores import get_host, retry_connect, serve_store
 
-__all__ = ["LaunchEnv", "interface_to_master"]
+__all__ = ["LaunchEnv", "find_interface_to_master"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class _Launcher:
     size: str
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]
-    how_to_meet: str
+    meeting_hint: str
     nodes: str = ""
 
 
@@ -75,10 +75,10 @@ _LAUNCHERS = (
         "mpiexec -genv MASTER_ADDR {} -genv MASTER_PORT 29500",
     ),
 )
-_WITHOUT_SIZE = "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE"
+_RANK_ONLY_VARIABLES = "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE"
 """Rank variables of some launchers that do not give the number of processes."""
-_BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
-_served: dict[int, dist.Store] = {}
+_MANUAL_HINT = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
+_served_stores: dict[int, dist.Store] = {}
 """Stores that this process serves, by port."""
 _SLURM_PORTS = 15_000, 10_000
 """First port of the meetings of Slurm jobs, and number of such ports."""
@@ -107,10 +107,10 @@ class LaunchEnv:
     size: int
     local_rank: int
     local_size: int
-    meeting: Path | None = None
+    meeting_file: Path | None = None
     master: tuple[str | None, str | None] = (None, None)
-    started_by: str = field(default="", compare=False)
-    how_to_meet: str = field(default="", compare=False)
+    launcher: str = field(default="", compare=False)
+    meeting_hint: str = field(default="", compare=False)
     served: bool = False
 
     @staticmethod
@@ -128,30 +128,30 @@ class LaunchEnv:
           ConfigError: The variables contradict each other, are not numbers, or some are missing.
         """
         if "RANK" in environment or "WORLD_SIZE" in environment:
-            return _by_torchrun(environment)
-        slurm = _by_slurm(environment)
+            return _read_torchrun(environment)
+        slurm = _read_slurm(environment)
         candidates = [
-            _by_launcher(environment, launcher)
+            _read_launcher(environment, launcher)
             for launcher in _LAUNCHERS
             if launcher.rank in environment and launcher.size in environment
         ]
         slurm_rank = None if slurm is None else (slurm.rank, slurm.size)
         inner = [env for env in candidates if env.size > 1 and (env.rank, env.size) != slurm_rank]
         if len({(env.rank, env.size) for env in inner}) > 1:
-            says = " and ".join(f"{env.started_by} rank {env.rank} of {env.size}" for env in inner)
+            says = " and ".join(f"{env.launcher} rank {env.rank} of {env.size}" for env in inner)
             raise ConfigError(
-                f"{says}: unset the variables of the one that has not started this process, or {_BY_HAND}"
+                f"{says}: unset the variables of the one that has not started this process, or {_MANUAL_HINT}"
             )
         if not candidates and slurm is None:
-            _refuse_half(environment)
+            _check_incomplete(environment)
         env = inner[0] if inner else slurm
-        return env._checked() if env is not None and env.size > 1 else None
+        return env._validate() if env is not None and env.size > 1 else None
 
-    def store(self, join_s: float) -> dist.Store | None:
+    def connect_store(self, connect_timeout_s: float) -> dist.Store | None:
         """Connects to the store through which the replicas find each other; returns ``None`` for a single replica.
 
         Args:
-          join_s: Maximum time in seconds until the others come.
+          connect_timeout_s: Maximum time in seconds until the others come.
 
         Raises:
           ConfigError: The address is unknown or unusable, or its host does not exist.
@@ -159,49 +159,49 @@ class LaunchEnv:
         """
         if self.size == 1:
             return None
-        if self.meeting is not None:
-            return dist.FileStore(str(self.meeting), self.size)
-        address, port = self._met_at()
+        if self.meeting_file is not None:
+            return dist.FileStore(str(self.meeting_file), self.size)
+        address, port = self._resolve_master()
         check_host(address, f"MASTER_ADDR {address}")
-        patience = timedelta(seconds=join_s)
+        patience = timedelta(seconds=connect_timeout_s)
         if self.rank == 0 and not self.served:
-            return self._kept(address, int(port), patience)
+            return self._get_served_store(address, int(port), patience)
 
         def connect() -> dist.Store:
             socket.create_connection(
-                (address, int(port)), timeout=join_s
+                (address, int(port)), timeout=connect_timeout_s
             ).close()  # otherwise torch prints its stack
             return dist.TCPStore(address, int(port), self.size, is_master=False, timeout=patience)
 
-        return reached(connect, f"its store at {address}:{port}", join_s)
+        return retry_connect(connect, f"its store at {address}:{port}", connect_timeout_s)
 
-    def _kept(self, address: str, port: int, patience: timedelta) -> dist.Store:
+    def _get_served_store(self, address: str, port: int, patience: timedelta) -> dist.Store:
         """Returns the store of rank 0, served on loopback only if that is the address, otherwise as torch does.
 
         The process keeps it for later runs, since another rank may begin the next run while this one ends.
         """
-        if port not in _served:
-            _served[port] = self._serving(address, port, patience)
-        _served[port].set_timeout(patience)
-        return _served[port]
+        if port not in _served_stores:
+            _served_stores[port] = self._serve_store(address, port, patience)
+        _served_stores[port].set_timeout(patience)
+        return _served_stores[port]
 
-    def _serving(self, address: str, port: int, patience: timedelta) -> dist.Store:
-        loopback = loopback_address()
+    def _serve_store(self, address: str, port: int, patience: timedelta) -> dist.Store:
+        loopback = find_loopback_address()
         if address in (loopback, "localhost"):
             with suppress(OSError):
-                return serving(loopback, port)
+                return serve_store(loopback, port)
         try:
             return dist.TCPStore(
                 loopback, port, self.size, is_master=True, timeout=patience, wait_for_workers=False,
                 multi_tenant=True,
             )  # fmt: skip
         except RuntimeError as error:
-            hint = "" if self.started_by else ", or say served=True where a launcher serves a store there"
+            hint = "" if self.launcher else ", or say served=True where a launcher serves a store there"
             raise ConfigError(
                 f"MASTER_PORT {port}: cannot be listened at ({str(error).splitlines()[0]}): choose another{hint}"
             ) from None
 
-    def interface(self, store: dist.Store | None = None) -> str:
+    def find_interface(self, store: dist.Store | None = None) -> str:
         """Finds the address of this machine on the route to the other replicas.
 
         Args:
@@ -213,17 +213,17 @@ class LaunchEnv:
         Raises:
           ConfigError: Their location is missing, or there is no route to them.
         """
-        if self.size == 1 or self.meeting is not None:
-            return loopback_address()
+        if self.size == 1 or self.meeting_file is not None:
+            return find_loopback_address()
         if store is None:
-            return route_to(self._met_at()[0])
-        return route_to(self.master[0] or host_of(store) or loopback_address())
+            return find_local_address(self._resolve_master()[0])
+        return find_local_address(self.master[0] or get_host(store) or find_loopback_address())
 
-    def _met_at(self) -> tuple[str, str]:
+    def _resolve_master(self) -> tuple[str, str]:
         address, port = self.master
         if address and port and port.isdecimal() and int(port) <= 65535:
             return address, port
-        if not self.started_by:
+        if not self.launcher:
             raise ConfigError(
                 f"LaunchEnv of {self.size} ranks: it does not say where they meet: give master=(HOST, PORT) with the "
                 "address of rank 0's machine, or a store"
@@ -232,20 +232,20 @@ class LaunchEnv:
             name for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), self.master, strict=True) if not value
         ]
         raise ConfigError(
-            f"{self.started_by} has started {self.size} processes, and {' and '.join(missing) or 'MASTER_PORT'} "
-            f"{'do' if len(missing) > 1 else 'does'} not say where they meet: {self.how_to_meet}"
+            f"{self.launcher} has started {self.size} processes, and {' and '.join(missing) or 'MASTER_PORT'} "
+            f"{'do' if len(missing) > 1 else 'does'} not say where they meet: {self.meeting_hint}"
         )
 
-    def _checked(self) -> LaunchEnv:
+    def _validate(self) -> LaunchEnv:
         if self.rank < self.size and self.local_rank < self.local_size <= self.size:
             return self
         raise ConfigError(
-            f"{self.started_by or 'LaunchEnv'} says rank {self.rank} of {self.size}, "
+            f"{self.launcher or 'LaunchEnv'} says rank {self.rank} of {self.size}, "
             f"{self.local_rank} of {self.local_size} on this machine: that cannot be"
         )
 
 
-def interface_to_master(store: dist.Store | None) -> str:
+def find_interface_to_master(store: dist.Store | None) -> str:
     """Finds the address of this machine on the route to the ranks of a process group.
 
     Args:
@@ -255,14 +255,14 @@ def interface_to_master(store: dist.Store | None) -> str:
       The address on the route to the host of the store, else to ``MASTER_ADDR``; loopback if neither is known.
     """
     if store is None:
-        return loopback_address()
-    return route_to(host_of(store) or os.environ.get("MASTER_ADDR") or loopback_address())
+        return find_loopback_address()
+    return find_local_address(get_host(store) or os.environ.get("MASTER_ADDR") or find_loopback_address())
 
 
-def _number(environment: Mapping[str, str], name: str, usual: int | None = None) -> int:
+def _read_number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name)
-    if text is None and usual is not None:
-        return usual
+    if text is None and default is not None:
+        return default
     if text is None or not text.isdecimal():
         raise ConfigError(
             f"{name} is {text!r} in the environment, and no number: unset it, or start with torchrun"
@@ -270,33 +270,33 @@ def _number(environment: Mapping[str, str], name: str, usual: int | None = None)
     return int(text)
 
 
-def _by_torchrun(environment: Mapping[str, str]) -> LaunchEnv:
+def _read_torchrun(environment: Mapping[str, str]) -> LaunchEnv:
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
     if missing:
         (present,) = {"RANK", "WORLD_SIZE"} - {*missing}
         raise ConfigError(f"{present} is set and {missing[0]} is not: set both, or start with torchrun")
-    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    rank, size = _read_number(environment, "RANK"), _read_number(environment, "WORLD_SIZE")
     return LaunchEnv(
         rank,
         size,
-        _number(environment, "LOCAL_RANK", rank),
-        _number(environment, "LOCAL_WORLD_SIZE", size),
-        master=_master(environment),
-        started_by="torchrun",
-        how_to_meet="set them, or start with torchrun",
+        _read_number(environment, "LOCAL_RANK", rank),
+        _read_number(environment, "LOCAL_WORLD_SIZE", size),
+        master=_read_master(environment),
+        launcher="torchrun",
+        meeting_hint="set them, or start with torchrun",
         served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
-    )._checked()
+    )._validate()
 
 
-def _by_launcher(environment: Mapping[str, str], launcher: _Launcher) -> LaunchEnv:
-    rank, size = _number(environment, launcher.rank), _number(environment, launcher.size)
+def _read_launcher(environment: Mapping[str, str], launcher: _Launcher) -> LaunchEnv:
+    rank, size = _read_number(environment, launcher.rank), _read_number(environment, launcher.size)
     local_rank = next((name for name in launcher.local_rank if name in environment), None)
     local_size = next((name for name in launcher.local_size if name in environment), None)
-    local = rank if local_rank is None else _number(environment, local_rank)
+    local = rank if local_rank is None else _read_number(environment, local_rank)
     if local_size is not None:
-        on_machine = _number(environment, local_size)
+        on_machine = _read_number(environment, local_size)
     elif launcher.nodes in environment:  # as even as possible
-        on_machine = max(local + 1, -(-size // max(1, _number(environment, launcher.nodes))))
+        on_machine = max(local + 1, -(-size // max(1, _read_number(environment, launcher.nodes))))
     else:
         on_machine = size
     return LaunchEnv(
@@ -304,60 +304,60 @@ def _by_launcher(environment: Mapping[str, str], launcher: _Launcher) -> LaunchE
         size,
         local,
         on_machine,
-        master=_master(environment),
-        started_by=launcher.name,
-        how_to_meet=launcher.how_to_meet.format(
-            loopback_address() if on_machine == size else "HOST_OF_RANK_0"
+        master=_read_master(environment),
+        launcher=launcher.name,
+        meeting_hint=launcher.meeting_hint.format(
+            find_loopback_address() if on_machine == size else "HOST_OF_RANK_0"
         ),
     )
 
 
-def _refuse_half(environment: Mapping[str, str]) -> None:
+def _check_incomplete(environment: Mapping[str, str]) -> None:
     """Raises if a launcher has given this process a rank without a size, or a size without a rank."""
     for launcher in _LAUNCHERS:
         names = launcher.rank, launcher.size
         present = [name for name in names if name in environment]
         if present:
             (missing,) = {*names} - {*present}
-            raise ConfigError(f"{present[0]} is set and {missing} is not: {_BY_HAND}")
-    for name in _WITHOUT_SIZE:
+            raise ConfigError(f"{present[0]} is set and {missing} is not: {_MANUAL_HINT}")
+    for name in _RANK_ONLY_VARIABLES:
         if name in environment:
-            raise ConfigError(f"{name} is set, and nothing says how many processes there are: {_BY_HAND}")
+            raise ConfigError(f"{name} is set, and nothing says how many processes there are: {_MANUAL_HINT}")
 
 
-def _master(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
+def _read_master(environment: Mapping[str, str]) -> tuple[str | None, str | None]:
     return environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
 
 
-def _by_slurm(environment: Mapping[str, str]) -> LaunchEnv | None:
+def _read_slurm(environment: Mapping[str, str]) -> LaunchEnv | None:
     """Reads the Slurm step of this process, if any; a batch script is in none."""
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         return None
-    size = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
-    address, port = _master(environment)
+    size = _read_number(environment, "SLURM_STEP_NUM_TASKS", _read_number(environment, "SLURM_NTASKS", 1))
+    address, port = _read_master(environment)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     if address is None:
         is_single_node = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
-        address = loopback_address() if is_single_node else _first_host(nodes)
+        address = find_loopback_address() if is_single_node else _parse_first_host(nodes)
     if port is None:
         first, count = _SLURM_PORTS
-        job, step = (_number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        job, step = (_read_number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         port = str(first + (job + step) % count)
-    rank = _number(environment, "SLURM_PROCID")
-    tasks = _tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    node = _number(environment, "SLURM_NODEID", 0)
+    rank = _read_number(environment, "SLURM_PROCID")
+    tasks = _parse_tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _read_number(environment, "SLURM_NODEID", 0)
     return LaunchEnv(
         rank,
         size,
-        _number(environment, "SLURM_LOCALID", rank),
+        _read_number(environment, "SLURM_LOCALID", rank),
         tasks[node] if node < len(tasks) else size,
         master=(address, port),
-        started_by="Slurm",
-        how_to_meet="export them before srun: MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500",
+        launcher="Slurm",
+        meeting_hint="export them before srun: MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500",
     )
 
 
-def _first_host(nodes: str) -> str | None:
+def _parse_first_host(nodes: str) -> str | None:
     """Parses the first host of a Slurm list: ``gpu[003-007,12],login`` begins with ``gpu003``, ``r[1-2]n[01-03]`` with
     ``r1n01``.
     """
@@ -365,7 +365,7 @@ def _first_host(nodes: str) -> str | None:
     return None if first is None else re.sub(r"\[([^\],x-]*)[^\]]*\]", r"\1", first[0])
 
 
-def _tasks_per_node(text: str) -> list[int]:
+def _parse_tasks_per_node(text: str) -> list[int]:
     """Parses the task counts of nodes as Slurm writes them: ``4(x2),3`` is 4, 4 and 3."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

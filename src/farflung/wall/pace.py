@@ -30,50 +30,52 @@ class Pace:
         device: DeviceProfile,
         rank: int,
         seed: int,
-        now: Callable[[], float] | None = None,
+        read_clock: Callable[[], float] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.steps = 0
         """Number of paced steps, by the forward passes begun."""
-        self.overran = 0
+        self.num_overruns = 0
         """Number of steps in which this machine was too slow: a modelled time had passed before its computation."""
         self._device, self._rank, self._seed = device, rank, seed
         begin = time.monotonic()
-        self._now, self._sleep = now or (lambda: time.monotonic() - begin), sleep
-        self._free_at: float | None = None
-        self._late = False
+        self._read_clock, self._sleep = read_clock or (lambda: time.monotonic() - begin), sleep
+        self._free_s: float | None = None
+        self._is_late = False
 
     def begin(self, cost: Cost) -> tuple[float, float]:
         """Returns the modelled begin and end of a computation."""
         if cost.kind == "forward":
             self.steps += 1
-            self._late = False
-        begin = self._now() if self._free_at is None else self._free_at
-        return begin, begin + self._device.seconds(cost, Moment(self._seed, self._rank, self.steps, begin))
+            self._is_late = False
+        begin = self._read_clock() if self._free_s is None else self._free_s
+        return begin, begin + self._device.compute_seconds(
+            cost, Moment(self._seed, self._rank, self.steps, begin)
+        )
 
-    def computed(self, moment: float) -> None:
+    def check_overrun(self, moment: float) -> None:
         """Records that part of a step is computed; the step overruns if its modelled time has passed."""
-        if self._now() > moment and not self._late:
-            self._late = True
-            self.overran += 1
+        if self._read_clock() > moment and not self._is_late:
+            self._is_late = True
+            self.num_overruns += 1
 
-    def until(self, moment: float) -> None:
+    def sleep_until(self, moment: float) -> None:
         """Idles until a modelled time of the current computation."""
-        remaining_s = moment - self._now()
+        remaining_s = moment - self._read_clock()
         if remaining_s > 0:
             self._sleep(remaining_s)
 
     def end(self, ends: float) -> None:
         """Idles until a computation's modelled end."""
-        self.until(ends)
-        self._free_at = ends
+        self.sleep_until(ends)
+        self._free_s = ends
 
-    def ready_at(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
-        return self._device.ready_at(order, numels)
+    def compute_ready_shares(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
+        return self._device.compute_ready_shares(order, numels)
 
-    def waited(self) -> None:
+    def finish_wait(self) -> None:
         """Records the end of a wait for something other than the replica's own computation."""
-        self._free_at = self._now()
+        self._free_s = self._read_clock()
 
     def to_json(self) -> dict[str, Json]:
-        return {"device": self._device.name, "steps": self.steps, "overran": self.overran}
+        return {"device": self._device.name, "steps": self.steps, "overran": self.num_overruns}

@@ -30,7 +30,7 @@ from farflung.errors import DeadlinePassed, ProtocolError
 
 __all__ = ["Rendezvous", "ask_leader"]
 
-_LOOK_S = 0.001, 0.02
+_POLL_S = 0.001, 0.02
 """Delay between two reads of the store: initially, growing by half each time, and at most."""
 
 
@@ -42,10 +42,10 @@ class _Answer:
     """Nonce of the call."""
     nonce: str
     value: str
-    confirmed: bool = False
+    is_confirmed: bool = False
 
     def to_json(self) -> list[str | bool]:
-        return [self.call, self.nonce, self.value, self.confirmed]
+        return [self.call, self.nonce, self.value, self.is_confirmed]
 
     @staticmethod
     def from_json(fields: object) -> _Answer | None:
@@ -74,13 +74,13 @@ class Rendezvous:
         name: str,
         rank: int,
         members: Collection[int],
-        until: float,
+        deadline: float,
         advice: str = "",
     ) -> None:
         self._board, self._rank, self._members = _Board(store, name), rank, sorted(members)
-        self._until, self._begin, self._advice = until, time.monotonic(), advice
-        self._others = [peer for peer in self._members if peer != rank]
-        self._leads = self._members[0] == rank
+        self._deadline, self._begin_s, self._advice = deadline, time.monotonic(), advice
+        self._peers = [peer for peer in self._members if peer != rank]
+        self._is_leader = self._members[0] == rank
         self._answers: dict[int, _Answer] = {}
         self.call = ""
         """Nonce of the call in which this rank takes part."""
@@ -97,48 +97,48 @@ class Rendezvous:
         """
         own_answer = _Answer("", secrets.token_hex(16), value)
         try:
-            self._answers = self._lead(own_answer) if self._leads else self._follow(own_answer)
+            self._answers = self._run_leader(own_answer) if self._is_leader else self._follow(own_answer)
         except RuntimeError as error:  # the store has ended
-            raise self._late(self._others[0], f" ({type(error).__name__})") from None
+            raise self._build_deadline_error(self._peers[0], f" ({type(error).__name__})") from None
         return {rank: answer.value for rank, answer in self._answers.items()}
 
-    def _lead(self, mine: _Answer) -> dict[int, _Answer]:
+    def _run_leader(self, own_answer: _Answer) -> dict[int, _Answer]:
         if self._answers or not self.call:
-            self._call_all()
-        missing = self._others
-        for _ in self._look():
-            self._check_leads()
-            missing = [rank for rank in missing if self._answer_of(rank) is None]
+            self._start_call()
+        missing = self._peers
+        for _ in self._poll():
+            self._check_leadership()
+            missing = [rank for rank in missing if self._read_answer(rank) is None]
             if self._advice:
-                self._board.advise(missing, self._advice)
+                self._board.write_advice(missing, self._advice)
             if missing:
                 continue
             # Read again, since a rank may have restarted.
-            answers = {rank: answer for rank in self._others if (answer := self._answer_of(rank))}
-            missing = [rank for rank in self._others if rank not in answers]
+            answers = {rank: answer for rank in self._peers if (answer := self._read_answer(rank))}
+            missing = [rank for rank in self._peers if rank not in answers]
             if not missing:
-                answers[self._rank] = replace(mine, call=self.call)
+                answers[self._rank] = replace(own_answer, call=self.call)
                 self._board.write_call(self.call, answers)
                 return answers
-        raise self._late(self._missing())
+        raise self._build_deadline_error(self._find_missing())
 
-    def _call_all(self) -> None:
+    def _start_call(self) -> None:
         self.call, self._answers = secrets.token_hex(16), {}
         self._board.write_call(self.call, {})
 
-    def _answer_of(self, rank: int) -> _Answer | None:
+    def _read_answer(self, rank: int) -> _Answer | None:
         """Reads the answer of a rank; None if it answers another call."""
-        answer = self._board.answer(rank)
+        answer = self._board.read_answer(rank)
         return answer if answer is not None and answer.call == self.call else None
 
-    def _follow(self, mine: _Answer) -> dict[int, _Answer]:
-        for _ in self._look():
-            call, answers = self._board.call()
-            if call and call != mine.call and not self._has_confirmed(self._rank, call):
-                mine = replace(mine, call=call)
-                self._board.write_answer(self._rank, mine)
+    def _follow(self, own_answer: _Answer) -> dict[int, _Answer]:
+        for _ in self._poll():
+            call, answers = self._board.read_call()
+            if call and call != own_answer.call and not self._has_confirmed(self._rank, call):
+                own_answer = replace(own_answer, call=call)
+                self._board.write_answer(self._rank, own_answer)
             mirrored = answers.get(self._rank)
-            if mirrored is not None and mirrored.nonce == mine.nonce:
+            if mirrored is not None and mirrored.nonce == own_answer.nonce:
                 self.call = call
                 if answers.keys() == set(self._members):
                     return answers
@@ -146,11 +146,11 @@ class Rendezvous:
                     f"rank {self._members[0]} meets {len(answers)} ranks, and rank {self._rank} {len(self._members)}: "
                     "start all of them with the same number"
                 )
-        self.call = mine.call
-        answer = self._answer_of(self._rank)
-        if answer is not None and answer.nonce != mine.nonce:
-            raise self._replaced()
-        raise self._late(self._missing())
+        self.call = own_answer.call
+        answer = self._read_answer(self._rank)
+        if answer is not None and answer.nonce != own_answer.nonce:
+            raise self._build_replaced_error()
+        raise self._build_deadline_error(self._find_missing())
 
     def is_repeated(self) -> bool:
         """Returns True if a member has restarted, so that this meeting is over: call :meth:`exchange` again.
@@ -162,16 +162,16 @@ class Rendezvous:
           ProtocolError: Another process has come in place of this one.
         """
         try:
-            if not self._leads:
-                return self._board.call()[0] != self.call
-            self._check_leads()
-            if self._answers and any(self._has_come_again(rank) for rank in self._others):
-                self._call_all()
+            if not self._is_leader:
+                return self._board.read_call()[0] != self.call
+            self._check_leadership()
+            if self._answers and any(self._has_restarted(rank) for rank in self._peers):
+                self._start_call()
             return not self._answers
         except RuntimeError:  # the store has ended; the others may still come
             return False
 
-    def confirm(self, is_due: Callable[[int], bool] = lambda rank: True) -> bool:
+    def did_confirm(self, is_due: Callable[[int], bool] = lambda rank: True) -> bool:
         """Confirms that this rank has met all others; the leader waits for all confirmations.
 
         Args:
@@ -184,65 +184,65 @@ class Rendezvous:
           DeadlinePassed: A member has not met all others in time.
           ProtocolError: Another process has come in place of this one.
         """
-        if not self._others:
+        if not self._peers:
             return True
         try:
-            if not self._leads:
-                self._board.write_answer(self._rank, replace(self._answers[self._rank], confirmed=True))
+            if not self._is_leader:
+                self._board.write_answer(self._rank, replace(self._answers[self._rank], is_confirmed=True))
                 return True
             unconfirmed: list[int] = []
-            for _ in self._look():
+            for _ in self._poll():
                 if self.is_repeated():
                     return False
                 unconfirmed = [
-                    rank for rank in self._others if is_due(rank) and not self._has_confirmed(rank, self.call)
+                    rank for rank in self._peers if is_due(rank) and not self._has_confirmed(rank, self.call)
                 ]
                 if not unconfirmed:
                     return True
         except RuntimeError:  # the store has ended: no member can restart
             return True
         lost_ranks = [
-            rank for rank in self._others if not is_due(rank)
+            rank for rank in self._peers if not is_due(rank)
         ]  # the others may wait for one of these
         raise DeadlinePassed(
             (lost_ranks or unconfirmed)[0],
             "its word that it has met all others",
-            time.monotonic() - self._begin,
+            time.monotonic() - self._begin_s,
         )
 
-    def _has_come_again(self, rank: int) -> bool:
-        answer = self._answer_of(rank)
+    def _has_restarted(self, rank: int) -> bool:
+        answer = self._read_answer(rank)
         return answer is not None and answer.nonce != self._answers[rank].nonce
 
     def _has_confirmed(self, rank: int, call: str) -> bool:
-        answer = self._board.answer(rank)
-        return answer is not None and answer.call == call and answer.confirmed
+        answer = self._board.read_answer(rank)
+        return answer is not None and answer.call == call and answer.is_confirmed
 
-    def _check_leads(self) -> None:
-        if self._board.call()[0] != self.call:
-            raise self._replaced()
+    def _check_leadership(self) -> None:
+        if self._board.read_call()[0] != self.call:
+            raise self._build_replaced_error()
 
-    def _replaced(self) -> ProtocolError:
+    def _build_replaced_error(self) -> ProtocolError:
         return ProtocolError(
             f"another process has come to the store as rank {self._rank}: give each rank and each run that meets in "
             "it a number, or a store, of its own"
         )
 
-    def _missing(self) -> int:
+    def _find_missing(self) -> int:
         """Returns a member that has not answered the last call; the leader if all have."""
         leader = self._members[0]
         if not self.call:
             return leader
-        return next((rank for rank in self._others if rank != leader and not self._answer_of(rank)), leader)
+        return next((rank for rank in self._peers if rank != leader and not self._read_answer(rank)), leader)
 
-    def _late(self, rank: int, why: str = "") -> DeadlinePassed:
-        return DeadlinePassed(rank, f"its address in the store{why}", time.monotonic() - self._begin)
+    def _build_deadline_error(self, rank: int, reason: str = "") -> DeadlinePassed:
+        return DeadlinePassed(rank, f"its address in the store{reason}", time.monotonic() - self._begin_s)
 
-    def _look(self) -> Iterator[None]:
-        return _look_until(self._until)
+    def _poll(self) -> Iterator[None]:
+        return _poll_until(self._deadline)
 
 
-def ask_leader(store: dist.Store, name: str, rank: int, what: str, patience_s: float) -> str:
+def ask_leader(store: dist.Store, name: str, rank: int, description: str, patience_s: float) -> str:
     """Asks rank 0 for its advice before this rank comes to a meeting; rank 0 answers once it is present.
 
     Args:
@@ -257,13 +257,13 @@ def ask_leader(store: dist.Store, name: str, rank: int, what: str, patience_s: f
     """
     board, question, begin, reason = _Board(store, name), secrets.token_hex(16), time.monotonic(), ""
     try:
-        board.ask(rank, question)
-        for _ in _look_until(begin + patience_s):
-            if (advice := board.advice(rank, question)) is not None:
+        board.write_question(rank, question)
+        for _ in _poll_until(begin + patience_s):
+            if (advice := board.read_advice(rank, question)) is not None:
                 return advice
     except RuntimeError as error:  # the store has ended
         reason = f" ({type(error).__name__})"
-    raise DeadlinePassed(0, f"{what} in the store{reason}", time.monotonic() - begin)
+    raise DeadlinePassed(0, f"{description} in the store{reason}", time.monotonic() - begin)
 
 
 class _Board:
@@ -271,9 +271,9 @@ class _Board:
 
     def __init__(self, store: dist.Store, name: str) -> None:
         self._store, self._name = store, f"farflung/{name}"
-        self._present: set[str] = set()
+        self._present_keys: set[str] = set()
 
-    def call(self) -> tuple[str, dict[int, _Answer]]:
+    def read_call(self) -> tuple[str, dict[int, _Answer]]:
         """Returns the last call: its nonce, empty if there is none, and the answers once all have answered."""
         match self._read(self._name):
             case [str(nonce), dict(texts)]:
@@ -287,16 +287,16 @@ class _Board:
     def write_call(self, nonce: str, answers: dict[int, _Answer]) -> None:
         self._write(self._name, [nonce, {rank: answer.to_json() for rank, answer in answers.items()}])
 
-    def answer(self, rank: int) -> _Answer | None:
+    def read_answer(self, rank: int) -> _Answer | None:
         return _Answer.from_json(self._read(f"{self._name}/{rank}"))
 
     def write_answer(self, rank: int, answer: _Answer) -> None:
         self._write(f"{self._name}/{rank}", answer.to_json())
 
-    def ask(self, rank: int, question: str) -> None:
+    def write_question(self, rank: int, question: str) -> None:
         self._write(f"{self._name}/{rank}/question", question)
 
-    def advice(self, rank: int, question: str) -> str | None:
+    def read_advice(self, rank: int, question: str) -> str | None:
         """Returns the leader's answer to a question of a rank, or None."""
         match self._read(f"{self._name}/{rank}/advice"):
             case [str(asked), str(text)] if asked == question:
@@ -304,17 +304,17 @@ class _Board:
             case _:
                 return None
 
-    def advise(self, ranks: Iterable[int], text: str) -> None:
+    def write_advice(self, ranks: Iterable[int], text: str) -> None:
         """Answers the pending questions of some ranks."""
         for rank in ranks:
             question = self._read(f"{self._name}/{rank}/question")
-            if isinstance(question, str) and self.advice(rank, question) is None:
+            if isinstance(question, str) and self.read_advice(rank, question) is None:
                 self._write(f"{self._name}/{rank}/advice", [question, text])
 
     def _read(self, key: str) -> Any:
-        if key not in self._present and not self._store.check([key]):  # `get` would wait for it
+        if key not in self._present_keys and not self._store.check([key]):  # `get` would wait for it
             return None
-        self._present.add(key)
+        self._present_keys.add(key)
         try:
             return json.loads(self._store.get(key))
         except (ValueError, RecursionError):
@@ -324,11 +324,11 @@ class _Board:
         self._store.set(key, json.dumps(value))
 
 
-def _look_until(until: float) -> Iterator[None]:
+def _poll_until(deadline: float) -> Iterator[None]:
     """Yields at once and then every few milliseconds, until a time of :func:`time.monotonic`."""
-    pause_s, max_s = _LOOK_S
+    pause_s, max_s = _POLL_S
     yield
-    while (left_s := until - time.monotonic()) > 0:
+    while (left_s := deadline - time.monotonic()) > 0:
         time.sleep(min(pause_s, left_s))
         pause_s = min(1.5 * pause_s, max_s)
         yield

@@ -22,16 +22,22 @@ from farflung.comm import (
     Purpose,
     TcpTransport,
     Transport,
-    View,
+    ViewSession,
     WallCommunicator,
-    collective_named,
+    find_collective,
 )
 from farflung.comm.staging import to_host
-from farflung.decisions import COLLECTIVE, DecisionLog, adopt_collectives, collectives_of, decide_by_rank_0
+from farflung.decisions import (
+    COLLECTIVE,
+    DecisionLog,
+    apply_collectives,
+    decide_by_rank_0,
+    resolve_collectives,
+)
 from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, ProtocolError, RunLost
 from farflung.seeding import RandomState
-from farflung.tasks import Pending, done
-from farflung.types import Cost, Decision, Elastic, Json, Payload
+from farflung.tasks import Pending, create_completed
+from farflung.types import Cost, Decision, ElasticMembership, Json, Payload
 from farflung.wall.communication import CommunicationThread
 from farflung.wall.rendezvous import Rendezvous
 
@@ -44,11 +50,11 @@ __all__ = ["WallRuntime"]
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
-EXPANSION = 8
+MAX_EXPANSION = 8
 """Maximum ratio of payload to tensor size; an 8-byte index with its value is six times as large as a 2-byte number."""
-BESIDE_NBYTES = 1 << 24
+EXTRA_NBYTES = 1 << 24
 """Additional bytes that a message may have, for probes of the network, decisions and settings."""
-_LOOK_AGAIN_S = 0.2
+_POLL_S = 0.2
 """Interval of reading the store while greetings of others are pending."""
 
 
@@ -65,14 +71,14 @@ class WallRuntime:
       endpoint: Addresses and keys of this replica; loopback by default.
       settings: Settings that must be equal on all ranks, by name.
       deadline_s: Maximum silence of an awaited replica, in seconds.
-      join_s: Maximum time in seconds until the others appear.
+      connect_timeout_s: Maximum time in seconds until the others appear.
       is_native: True to join a process group for the backend's own collectives.
       decisions: Log of decisions; they are not kept by default.
       pace: Pace of a slower device for computations; ``None`` for the speed of this machine.
       members: Ranks of the first members, with this one. Others come later, see :meth:`admit`, and the loss of one
         ends only its own waits. ``None``: all ranks, and the loss of one ends the view.
       announce: Function that announces this joining replica to the members of a run, and returns all of them.
-      max_unreceived_nbytes: See :class:`farflung.comm.View`.
+      max_unreceived_nbytes: See :class:`farflung.comm.ViewSession`.
       transport: Factory of the transport, with rank, size and options as :class:`farflung.comm.tcp.TcpTransport`.
 
     Raises:
@@ -93,24 +99,24 @@ class WallRuntime:
         endpoint: Endpoint = Endpoint(),
         settings: Mapping[str, Json] | None = None,
         deadline_s: float = DEADLINE_S,
-        join_s: float = DEADLINE_S,
-        native: bool = False,
+        connect_timeout_s: float = DEADLINE_S,
+        is_native: bool = False,
         decisions: DecisionLog | None = None,
         pace: Pace | None = None,
         members: Collection[int] | None = None,
-        come: Callable[[Peer], Sequence[Peer]] | None = None,
-        kept_nbytes: float | None = None,
+        announce: Callable[[Peer], Sequence[Peer]] | None = None,
+        max_unreceived_nbytes: float | None = None,
         transport: Callable[..., Transport] = TcpTransport,
     ) -> None:
-        if native and size > 1 and not endpoint.is_local:
+        if is_native and size > 1 and not endpoint.is_local:
             raise ConfigError(
                 "the backend's own collectives (--collective native) are not encrypted, and are for replicas of one "
                 "machine: choose another collective"
             )
-        self._begin, self._local, self._deadline_s = time.monotonic(), endpoint.is_local, deadline_s
-        self.off_clock: None = None
+        self._begin_s, self._is_local, self._deadline_s = time.monotonic(), endpoint.is_local, deadline_s
+        self.untimed: None = None
         """``None``, since all work takes real time; see :class:`farflung.types.Runtime`."""
-        self.elastic: Elastic | None = None
+        self.elastic: ElasticMembership | None = None
         """See :class:`farflung.types.Runtime`."""
         self.events = 0
         """See :class:`farflung.types.Runtime`."""
@@ -127,57 +133,59 @@ class WallRuntime:
             interface=endpoint.address,
             ports=endpoint.ports,
             advertise=endpoint.advertise,
-            keys=endpoint.proof(),
+            keys=endpoint.get_keys(),
             later=members is not None,
             connections=endpoint.connections,
         )
-        self._make_view = partial(
-            View,
+        self._create_session = partial(
+            ViewSession,
             size=size,
-            now=self.now,
-            whole=members is None,
+            read_clock=self.read_clock,
+            needs_all_members=members is None,
             members=members,
             settings=settings,
-            kept_nbytes=kept_nbytes,
+            max_unreceived_nbytes=max_unreceived_nbytes,
         )
-        self._native = native and size > 1
-        self._open()
+        self._is_native = is_native and size > 1
+        self._start_view()
         try:
-            if come is not None or store is None or size == 1:
-                self._connect(come)
-                self._await_greetings(join_s)
+            if announce is not None or store is None or size == 1:
+                self._connect(announce)
+                self._did_all_greet(connect_timeout_s)
                 return
             present = range(size) if members is None else members
-            rendezvous = Rendezvous(store, meeting, rank, present, self._begin + join_s, advice)
-            while not self._meet(rendezvous, join_s):
+            rendezvous = Rendezvous(store, meeting, rank, present, self._begin_s + connect_timeout_s, advice)
+            while not self._did_meet(rendezvous, connect_timeout_s):
                 self._stop()
-                self._open()
-            if self._native:
+                self._start_view()
+            if self._is_native:
                 keys = dist.PrefixStore(f"farflung/{meeting}/{rendezvous.call}", store)
-                self._group = _gloo(keys, rank, size, endpoint.address, deadline_s)
+                self._group = _create_gloo(keys, rank, size, endpoint.address, deadline_s)
         except BaseException as error:
             self.close(error)
             raise
 
-    def _open(self) -> None:
+    def _start_view(self) -> None:
         """Starts a view under a new address."""
-        self._staging = ThreadPoolExecutor(1, "farflung-staging")
-        self._aside = ThreadPoolExecutor(1, "farflung-aside")
-        self.view = self._make_view(self._make_transport())
-        self.view.stage, self.view.waits.events = self._stage, lambda: self.events
-        self.comm = WallCommunicator(self.view, native=self._native_sum if self._native else None)
-        self._thread = CommunicationThread(self.view, self.now, self._deadline_s)
+        self._staging_executor = ThreadPoolExecutor(1, "farflung-staging")
+        self._executor = ThreadPoolExecutor(1, "farflung-aside")
+        self.session = self._create_session(self._make_transport())
+        self.session.stage, self.session.wait_monitor.count_events = self._stage_payload, lambda: self.events
+        self.comm = WallCommunicator(self.session, native=self._reduce_natively if self._is_native else None)
+        self._thread = CommunicationThread(self.session, self.read_clock, self._deadline_s)
         self.launch = self._thread.launch
 
-    def expect(self, tensors: Iterable[Tensor]) -> None:
+    def limit_messages(self, tensors: Iterable[Tensor]) -> None:
         """Limits messages to the size of any message about these tensors, which are all of the model."""
-        self.view.transport.max_nbytes = EXPANSION * sum(tensor.nbytes for tensor in tensors) + BESIDE_NBYTES
+        self.session.transport.max_nbytes = (
+            MAX_EXPANSION * sum(tensor.nbytes for tensor in tensors) + EXTRA_NBYTES
+        )
 
     # --- the runtime ------------------------------------------------------------------------------------------
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """Returns seconds since this runtime began."""
-        return time.monotonic() - self._begin
+        return time.monotonic() - self._begin_s
 
     @property
     def communication_cpu_s(self) -> float:
@@ -186,41 +194,41 @@ class WallRuntime:
 
     def sleep_until(self, t: float) -> Pending[None]:
         woken: Pending[None] = Pending()
-        self._thread.soon(lambda: self._thread.at(t, lambda: woken.set(None)))
+        self._thread.call_soon(lambda: self._thread.call_at(t, lambda: woken.set_result(None)))
         return woken
 
-    def first_of(self, *pendings: Pending[Any]) -> Pending[int]:
-        return tasks.first_of(pendings)
+    def wait_any(self, *pendings: Pending[Any]) -> Pending[int]:
+        return tasks.wait_any(pendings)
 
     def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
         """Waits for a time or for another thread; fails if the view ends first."""
         data = ready if isinstance(ready, Pending) else self.sleep_until(ready)
         finished: Pending[None] = Pending()
-        self._thread.soon(lambda: self.view.waits.wait_for_data(finished))
+        self._thread.call_soon(lambda: self.session.wait_monitor.wait_for_data(finished))
 
         def finish(_: object) -> None:
-            self._thread.soon(self.view.waits.end_wait_for_data)
+            self._thread.call_soon(self.session.wait_monitor.end_wait_for_data)
             if data.error is not None:
-                finished.fail(data.error)
+                finished.set_exception(data.error)
             else:
-                finished.set(None)
+                finished.set_result(None)
 
-        data.on_done(finish)
+        data.add_done_callback(finish)
         return finished
 
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
         """Computes on the calling thread, at the device's pace if there is one."""
         self.events += 1
         if self.pace is None:
-            return done(fn())
+            return create_completed(fn())
         _, ends = self.pace.begin(cost)
         value = fn()
         if cost.kind == "forward":
-            self.pace.computed(ends)
+            self.pace.check_overrun(ends)
         self.pace.end(ends)
-        return done(value)
+        return create_completed(value)
 
-    def backward(
+    def run_backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
         """Computes on the calling thread; exchanges start inside autograd when buckets are full.
@@ -230,23 +238,23 @@ class WallRuntime:
         self.events += 1
         if self.pace is None:
             fn(on_ready)
-            return done(None)
+            return create_completed(None)
         begin, ends = self.pace.begin(cost)
         order: list[int] = []
         fn(order.append)
-        shares = self.pace.ready_at(order, cost.numels)
-        self.pace.computed(begin + (ends - begin) * min(shares, default=1.0))
+        shares = self.pace.compute_ready_shares(order, cost.numels)
+        self.pace.check_overrun(begin + (ends - begin) * min(shares, default=1.0))
         for bucket, share in zip(order, shares, strict=True):
-            self.pace.until(begin + (ends - begin) * share)
+            self.pace.sleep_until(begin + (ends - begin) * share)
             on_ready(bucket)
         self.pace.end(ends)
-        return done(None)
+        return create_completed(None)
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
         """Calls ``readable`` on the communication thread whenever a descriptor is readable."""
-        self._thread.soon(lambda: self.view.transport.watch(fd, readable))
+        self._thread.call_soon(lambda: self.session.transport.watch(fd, readable))
 
-    def aside(self, fn: Callable[[], T]) -> Pending[T]:
+    def run_in_executor(self, fn: Callable[[], T]) -> Pending[T]:
         """Runs ``fn`` on a separate thread, in the order of calls, while messages are processed.
 
         Returns:
@@ -258,20 +266,20 @@ class WallRuntime:
             try:
                 value = fn()
             except BaseException as error:
-                self._thread.soon(partial(result.fail, error))
+                self._thread.call_soon(partial(result.set_exception, error))
             else:
-                self._thread.soon(lambda: result.set(value))
+                self._thread.call_soon(lambda: result.set_result(value))
 
-        self._aside.submit(run)
+        self._executor.submit(run)
         return result
 
     def decide(self, name: str, step: int, local: Callable[[], Json]) -> Pending[Decision]:
         return self.launch(decide_by_rank_0(self.comm, self.decisions, name, step, local))
 
-    def decide_own(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
+    def decide_locally(self, name: str, step: int, local: Callable[[], Json]) -> Decision:
         return self.decisions.decide(name, step, local, self.comm.rank)
 
-    def settle_collective(
+    def resolve_collective(
         self, name: str, nbytes: Sequence[int], *, network: NetworkProfile | None = None, step: int = 0
     ) -> str:
         """Resolves ``auto`` to collectives; rank 0 decides and records it. All replicas call this.
@@ -292,25 +300,25 @@ class WallRuntime:
         Raises:
           UnknownName: No such collective.
         """
-        collective_named(name)
+        find_collective(name)
         if name != AUTO:
             return name
         size = self.comm.size
-        if network is None and size > 2 and not self._local:
-            from farflung.wall.measuring import measured_network
+        if network is None and size > 2 and not self._is_local:
+            from farflung.wall.measuring import measure_network
 
-            network = self.drive(measured_network(self))
-        choose = partial(collectives_of, nbytes, size, network)
+            network = self.drive(measure_network(self))
+        choose = partial(resolve_collectives, nbytes, size, network)
         decision = decide_by_rank_0(
             self.comm, self.decisions, COLLECTIVE, step, choose, timing=False, purpose=Purpose.MEASURE
         )
-        return adopt_collectives(self.comm, self.launch(decision).wait())
+        return apply_collectives(self.comm, self.launch(decision).wait())
 
     # --- a replica's life -------------------------------------------------------------------------------------
 
     def run(self, coroutine: Coroutine[Pending[Any], None, T]) -> T:
         """Runs a replica to its end, and restores the global random state afterwards."""
-        with RandomState.scope():
+        with RandomState.preserve_globals():
             return self.drive(coroutine)
 
     def drive(self, coroutine: Coroutine[Pending[Any], None, T]) -> T:
@@ -318,10 +326,10 @@ class WallRuntime:
         try:
             while True:
                 awaited = coroutine.send(None)
-                must_wait = not awaited.done
-                awaited.block()
+                must_wait = not awaited.is_done
+                awaited.wait_until_done()
                 if must_wait and self.pace is not None:
-                    self.pace.waited()
+                    self.pace.finish_wait()
         except StopIteration as stop:
             value: T = stop.value
             return value
@@ -331,46 +339,48 @@ class WallRuntime:
 
         A relay first continues until it has relayed no message for the run's deadline.
         """
-        self._aside.shutdown()
-        self._staging.shutdown()  # payloads that are still being copied are sent before the leave
+        self._executor.shutdown()
+        self._staging_executor.shutdown()  # payloads that are still being copied are sent before the leave
         if error is not None and self.elastic is not None:
-            self._thread.soon(self.elastic.end)
-        self._thread.soon(lambda: self.view.leave(error, relays_s=self._deadline_s))
+            self._thread.call_soon(self.elastic.announce_failure)
+        self._thread.call_soon(lambda: self.session.leave(error, relay_idle_s=self._deadline_s))
         self._stop()
         if self._group is not None:
             self._group.shutdown()
 
     def _stop(self) -> None:
         """Ends all threads, and with them the view's connections."""
-        self._aside.shutdown()
-        self._staging.shutdown()
+        self._executor.shutdown()
+        self._staging_executor.shutdown()
         self._thread.stop()
 
-    def address_of(self, rank: int) -> str | None:
+    def get_address(self, rank: int) -> str | None:
         """Returns the address of a replica that has come; see :meth:`farflung.comm.Peer.to_json`."""
         return self.peers[rank].to_json() if rank in self.peers else None
 
-    def let_in(self, peer: Peer, join_s: float = DEADLINE_S) -> Pending[None]:
+    def admit(self, peer: Peer, connect_timeout_s: float = DEADLINE_S) -> Pending[None]:
         """Admits a replica that is new or has returned; called on the communication thread.
 
         See :meth:`farflung.comm.View.admit`.
 
         Args:
           peer: Address of the replica, whose rank is below the size of the run.
-          join_s: Maximum time in seconds until its greeting. Then the wait fails with :class:`DeadlinePassed`, and the
+          connect_timeout_s: Maximum time in seconds until its greeting. Then the wait fails with :class:`DeadlinePassed`, and the
             replica is dismissed.
         """
-        greeted = self.view.admit(peer)
+        greeted = self.session.admit(peer)
         self.peers[peer.rank] = peer
 
         def give_up() -> None:
-            if not greeted.done:  # otherwise it may be reconnecting
-                self.view.dismiss(peer.rank, DeadlinePassed(peer.rank, "its greeting", join_s))
+            if not greeted.is_done:  # otherwise it may be reconnecting
+                self.session.revoke_admission(
+                    peer.rank, DeadlinePassed(peer.rank, "its greeting", connect_timeout_s)
+                )
 
-        self._thread.at(self.now() + join_s, give_up)
+        self._thread.call_at(self.read_clock() + connect_timeout_s, give_up)
         return greeted
 
-    def _meet(self, rendezvous: Rendezvous, join_s: float) -> bool:
+    def _did_meet(self, rendezvous: Rendezvous, connect_timeout_s: float) -> bool:
         """Meets the other members; returns False if one has restarted in the meantime, so that all must meet again."""
 
         def exchange_peers(me: Peer) -> list[Peer]:
@@ -381,45 +391,51 @@ class WallRuntime:
             return list(peers.values())
 
         def is_due(rank: int) -> bool:
-            return self.view.lost is None and rank in self.view.present()
+            return self.session.end_error is None and rank in self.session.get_present_ranks()
 
         self._connect(exchange_peers)
         try:
-            return self._await_greetings(join_s, rendezvous.is_repeated) and rendezvous.confirm(is_due)
+            return self._did_all_greet(connect_timeout_s, rendezvous.is_repeated) and rendezvous.did_confirm(
+                is_due
+            )
         except (PeerLost, PeerFailed):
             # The first rank that sees a repeated meeting closes its connections.
             if rendezvous.is_repeated():
                 return False
             raise
 
-    def _connect(self, come: Callable[[Peer], Sequence[Peer]] | None) -> None:
+    def _connect(self, announce: Callable[[Peer], Sequence[Peer]] | None) -> None:
         """Connects to the others that ``announce`` returns, and starts the thread, which closes sockets."""
         try:
-            if come is not None:
-                peers = come(self.view.transport.me)
+            if announce is not None:
+                peers = announce(self.session.transport.local_peer)
                 self.peers = {peer.rank: peer for peer in peers}
-                self.view.connect(peers)
+                self.session.connect(peers)
         finally:
             self._thread.start()
 
-    def _await_greetings(self, join_s: float, is_repeated: Callable[[], bool] = lambda: False) -> bool:
+    def _did_all_greet(
+        self, connect_timeout_s: float, is_repeated: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Waits until all others have greeted; returns False if the meeting is repeated before."""
         greeted = threading.Event()
 
         def give_up() -> None:
-            missing = self.view.missing()
-            if missing and not self.view.ready.done:
-                self.view.end(DeadlinePassed(missing[0], self.view.greeting_of(missing[0]), self.now()))
+            missing = self.session.list_missing()
+            if missing and not self.session.ready.is_done:
+                self.session.end(
+                    DeadlinePassed(missing[0], self.session.describe_greeting(missing[0]), self.read_clock())
+                )
 
-        self._thread.soon(lambda: self._thread.at(join_s, give_up))
-        self.view.ready.on_done(lambda _: greeted.set())
-        while not greeted.wait(_LOOK_AGAIN_S):
+        self._thread.call_soon(lambda: self._thread.call_at(connect_timeout_s, give_up))
+        self.session.ready.add_done_callback(lambda _: greeted.set())
+        while not greeted.wait(_POLL_S):
             if is_repeated():
                 return False
-        self.view.ready.result()
+        self.session.ready.result()
         return True
 
-    def _stage(self, payload: Payload) -> Pending[Payload]:
+    def _stage_payload(self, payload: Payload) -> Pending[Payload]:
         """Copies a payload to the host; another thread waits for the device."""
         host, wait = to_host(payload)
         staged: Pending[Payload] = Pending()
@@ -429,15 +445,15 @@ class WallRuntime:
                 wait()
             except RuntimeError as error:  # the device has failed
                 failure = RunLost(f"a gradient could not be copied from its device: {error}")
-                self._thread.soon(lambda: self.view.end(failure))
-                self._thread.soon(lambda: staged.fail(failure))
+                self._thread.call_soon(lambda: self.session.end(failure))
+                self._thread.call_soon(lambda: staged.set_exception(failure))
             else:
-                self._thread.soon(lambda: staged.set(host))
+                self._thread.call_soon(lambda: staged.set_result(host))
 
-        self._staging.submit(copy_to_host)
+        self._staging_executor.submit(copy_to_host)
         return staged
 
-    def _native_sum(self, tensor: Tensor) -> Pending[Tensor]:
+    def _reduce_natively(self, tensor: Tensor) -> Pending[Tensor]:
         summed: Pending[Tensor] = Pending()
         work = self._group.allreduce([tensor])
 
@@ -446,15 +462,15 @@ class WallRuntime:
                 future.value()
             except Exception as error:  # the backend raises RuntimeErrors of many kinds
                 failure = RunLost(f"the native all-reduce failed: {error}")
-                self._thread.soon(lambda: summed.fail(failure))
+                self._thread.call_soon(lambda: summed.set_exception(failure))
             else:
-                self._thread.soon(lambda: summed.set(tensor))
+                self._thread.call_soon(lambda: summed.set_result(tensor))
 
         work.get_future().add_done_callback(finish_sum)
         return summed
 
 
-def _gloo(store: dist.Store, rank: int, size: int, address: str, deadline_s: float) -> Any:
+def _create_gloo(store: dist.Store, rank: int, size: int, address: str, deadline_s: float) -> Any:
     """Creates the backend's collectives, which listen at one address instead of that of the machine's name."""
     gloo: Any = dist.ProcessGroupGloo  # torch has no annotations for its methods
     options = gloo._Options()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from farflung.errors import ConfigError, DeadlinePassed
 
-__all__ = ["host_of", "reached", "serving"]
+__all__ = ["get_host", "retry_connect", "serve_store"]
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ _RETRY_S = 0.5
 """Delay between two attempts."""
 
 
-def serving(host: str, port: int) -> dist.TCPStore:
+def serve_store(host: str, port: int) -> dist.TCPStore:
     """Serves a store that listens at one address of this machine only; torch's own would listen at all addresses.
 
     Args:
@@ -50,12 +50,12 @@ def serving(host: str, port: int) -> dist.TCPStore:
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
     try:
-        return _on_a_thread(serve, _SERVE_S)
+        return _run_in_thread(serve, _SERVE_S)
     except TimeoutError:
         raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
 
 
-def reached(connect: Callable[[], T], what: str, patience_s: float) -> T:
+def retry_connect(connect: Callable[[], T], description: str, patience_s: float) -> T:
     """Connects to another process, with retries until it listens.
 
     Args:
@@ -69,23 +69,23 @@ def reached(connect: Callable[[], T], what: str, patience_s: float) -> T:
     deadline, problem = time.monotonic() + patience_s, "no attempt was made"
     while (left_s := deadline - time.monotonic()) > 0:
         try:
-            return _on_a_thread(connect, min(left_s, _TRY_S))
+            return _run_in_thread(connect, min(left_s, _TRY_S))
         except TimeoutError:
             problem = "no answer"
         except (ConfigError, OSError, RuntimeError) as error:
             problem = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
-    raise DeadlinePassed(0, f"{what} ({problem})", patience_s)
+    raise DeadlinePassed(0, f"{description} ({problem})", patience_s)
 
 
-def host_of(store: dist.Store | None) -> str | None:
+def get_host(store: dist.Store | None) -> str | None:
     """Returns the host of a store; None if it has none, as a file."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, dist.TCPStore) else None
 
 
-def _on_a_thread(connect: Callable[[], T], patience_s: float) -> T:
+def _run_in_thread(connect: Callable[[], T], patience_s: float) -> T:
     """Runs a connection attempt on another thread, because torch waits forever for a listener that is not a store."""
     result: Future[T] = Future()
 

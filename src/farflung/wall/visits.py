@@ -12,31 +12,31 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from farflung.comm import Peer, Purpose
-from farflung.comm.visits import Access, answered
+from farflung.comm.visits import Access, process_question
 from farflung.errors import ConfigError, DeadlinePassed, FarflungError, ProtocolError, RunLost
-from farflung.membership import Elastic, Page
-from farflung.membership.connections import text_of, text_payload
+from farflung.membership import Page, PaxosMembership
+from farflung.membership.connections import build_payload, read_payload
 from farflung.tasks import Pending
 from farflung.types import Json, Tag
 
 if TYPE_CHECKING:
     from farflung.wall.runtime import WallRuntime
 
-__all__ = ["Guest", "Takes", "elastic_on"]
+__all__ = ["JoinClient", "JoinTerms", "create_elastic"]
 
-_KEY, _GUEST = Tag(Purpose.VIEWS.at(1)), Tag(Purpose.VIEWS.at(2))
+_KEY, _GUEST = Tag(Purpose.VIEWS.build_exchange_id(1)), Tag(Purpose.VIEWS.build_exchange_id(2))
 VISIT_S = 10.0
 """Maximum time of a visit of a joining replica."""
-LATER_S, _AGAIN_S = 60.0, 0.5
+RETRY_LIMIT_S, _RETRY_S = 60.0, 0.5
 """Maximum time of retries with members that are to be admitted themselves, and delay of a retry."""
-_INSISTS_S = 1.0, 8.0
+_REVISIT_S = 1.0, 8.0
 """Delay before a member that has not greeted is visited, doubled each time, and its maximum."""
-INVITED_S = 600.0
+INVITATION_S = 600.0
 """Time for which a rank is reserved for a replica that has asked for it."""
 
 
 @dataclass(frozen=True)
-class Takes:
+class JoinTerms:
     """Terms that a run offers to replicas that join it.
 
     Args:
@@ -46,19 +46,19 @@ class Takes:
     """
 
     config: Mapping[str, Json]
-    ranks: int
+    max_ranks: int
     publish: Callable[[Access], object]
 
 
-def elastic_on(
+def create_elastic(
     runtime: WallRuntime,
     ranks: Sequence[int],
     *,
     page: Page | None = None,
-    takes: Takes | None = None,
-    guest: Guest | None = None,
+    join_terms: JoinTerms | None = None,
+    guest: JoinClient | None = None,
     **options: Any,
-) -> Elastic:
+) -> PaxosMembership:
     """Creates the elastic part of a run, which then survives the loss of members; all members call this.
 
     Args:
@@ -68,165 +68,178 @@ def elastic_on(
       join_terms: Terms for replicas that join; ``None`` if the run admits none.
       guest: Guest that has met members for this one to join. ``None`` for a member from the start: then the most
         senior member creates the key of the run, and sends it to the others.
-      options: Options of :class:`farflung.membership.Elastic`.
+      options: Options of :class:`farflung.membership.PaxosMembership`.
     """
-    key = runtime.launch(_agreed_key(runtime, ranks)).wait() if guest is None else guest.key
-    visits = _Visits(runtime, key, page, takes)
-    visits.elastic = elastic = Elastic(runtime, key, page=page, members=ranks, told=visits.told, **options)
-    elastic.agreement.met = visits.introduce
+    key = runtime.launch(_agree_key(runtime, ranks)).wait() if guest is None else guest.key
+    visits = _VisitHandler(runtime, key, page, join_terms)
+    visits.elastic = elastic = PaxosMembership(
+        runtime, key, page=page, members=ranks, on_view=visits.handle_view, **options
+    )
+    elastic.agreement.on_connect = visits.introduce_peer
     if runtime.comm.size > 1:
         runtime.launch(visits.listen(guest))
     return elastic
 
 
-async def _agreed_key(runtime: WallRuntime, ranks: Sequence[int]) -> bytes:
+async def _agree_key(runtime: WallRuntime, ranks: Sequence[int]) -> bytes:
     comm, first = runtime.comm, ranks[0]
     if comm.rank != first:
-        return text_of(await comm.recv(first, _KEY))
+        return read_payload(await comm.recv(first, _KEY))
     key = secrets.token_bytes(32)
     for rank in ranks[1:]:
-        comm.send(text_payload(key), rank, _KEY)
+        comm.send(build_payload(key), rank, _KEY)
     return key
 
 
-class _Visits:
+class _VisitHandler:
     """Handler of visitors, on the communication thread.
 
     A question is a JSON object. ``certificate`` is that of an ended process, ``join`` is true if this member must
     answer although it is not the most senior one, and ``peer`` is a replica that joins.
     """
 
-    elastic: Elastic
+    elastic: PaxosMembership
 
-    def __init__(self, runtime: WallRuntime, key: bytes, page: Page | None, takes: Takes | None) -> None:
-        self._runtime, self._key, self._page, self._takes = runtime, key, page, takes
+    def __init__(
+        self, runtime: WallRuntime, key: bytes, page: Page | None, join_terms: JoinTerms | None
+    ) -> None:
+        self._runtime, self._key, self._page, self._join_terms = runtime, key, page, join_terms
         self._guests: dict[int, Peer] = {}
         """Joining replicas by rank, until a view contains them or they disappear."""
-        self._met = set[int]()
+        self._joined_ranks = set[int]()
         """Ranks of all replicas that have come to join; none is used twice."""
-        self._invited: dict[int, float] = {}
+        self._reserved_until: dict[int, float] = {}
         """End of the reservation of ranks for replicas that have asked for one."""
 
-    async def listen(self, guest: Guest | None) -> None:
+    async def listen(self, guest: JoinClient | None) -> None:
         """Starts to answer visitors, and to handle other members' messages about joining replicas."""
         if guest is not None:
-            guest.watch(self._runtime, self.elastic)
-            self._met.update(guest.used)
+            guest.watch_greetings(self._runtime, self.elastic)
+            self._joined_ranks.update(guest.used_ranks)
             for peer in guest.guests:
-                self._admit(peer)
-        self._runtime.view.transport.receive(self._key, partial(answered, self._find))
-        self.told(self.elastic.changes[-1].ranks)
+                self._admit_peer(peer)
+        self._runtime.session.transport.accept_visits(
+            self._key, partial(process_question, self._handle_question)
+        )
+        self.handle_view(self.elastic.changes[-1].ranks)
         while True:
             _, payload = await self._runtime.comm.recv_any(_GUEST, deadline_s=math.inf)
             with suppress(FarflungError, ValueError):
-                self._admit(Peer.from_json(text_of(payload)))
+                self._admit_peer(Peer.from_json(read_payload(payload)))
 
-    def told(self, ranks: Sequence[int]) -> None:
+    def handle_view(self, ranks: Sequence[int]) -> None:
         """Publishes the members of a view."""
         runtime = self._runtime
         for rank in ranks:
             self._guests.pop(rank, None)
         peers = [runtime.peers[rank] for rank in ranks if rank in runtime.peers]
         access = Access(
-            self._key, runtime.view.transport.keys is not None, list(filter(None, map(_place, peers)))
+            self._key,
+            runtime.session.transport.keys is not None,
+            list(filter(None, map(_get_address, peers))),
         )
         if self._page is not None:
-            own_address = _place(runtime.view.transport.me)
+            own_address = _get_address(runtime.session.transport.local_peer)
             addresses = [address for address in access.addresses if address != own_address]
-            self._page.tell(str(runtime.comm.rank), Access(self._key, access.encrypted, addresses))
-        if self._takes is not None:
-            publish = self._takes.publish
+            self._page.write_access(str(runtime.comm.rank), Access(self._key, access.is_encrypted, addresses))
+        if self._join_terms is not None:
+            publish = self._join_terms.publish
             with suppress(RuntimeError):  # this runtime has ended
-                runtime.aside(lambda: publish(access))
+                runtime.run_in_executor(lambda: publish(access))
 
-    def introduce(self, rank: int) -> None:
+    def introduce_peer(self, rank: int) -> None:
         """Introduces a new non-member to all other present replicas, and these to it."""
         runtime, elastic = self._runtime, self.elastic
-        if elastic.joins or rank in elastic.members or rank not in runtime.peers:
+        if elastic.is_joining or rank in elastic.members or rank not in runtime.peers:
             return
-        for peer_rank in sorted(runtime.view.present() - {rank}):
-            self._tell(peer_rank, runtime.peers[rank])
-            self._tell(rank, runtime.peers[peer_rank])
+        for peer_rank in sorted(runtime.session.get_present_ranks() - {rank}):
+            self._send_peer(peer_rank, runtime.peers[rank])
+            self._send_peer(rank, runtime.peers[peer_rank])
 
-    def _tell(self, rank: int, peer: Peer) -> None:
-        self._runtime.comm.send(text_payload(peer.to_json().encode()), rank, _GUEST)
+    def _send_peer(self, rank: int, peer: Peer) -> None:
+        self._runtime.comm.send(build_payload(peer.to_json().encode()), rank, _GUEST)
 
-    def _find(self, question: object) -> Mapping[str, Json]:
+    def _handle_question(self, question: object) -> Mapping[str, Json]:
         match question:
             case {"certificate": str(text)}:
-                self.elastic.agreement.certified(text.encode())
+                self.elastic.agreement.handle_certificate(text.encode())
                 return {}
-            case {"join": bool(must_answer)} if not self.elastic.joins:
+            case {"join": bool(must_answer)} if not self.elastic.is_joining:
                 return self._invite(must_answer)
-            case {"peer": str(text)} if not self.elastic.joins:
-                return self._welcome(Peer.from_json(text))
+            case {"peer": str(text)} if not self.elastic.is_joining:
+                return self._admit_visitor(Peer.from_json(text))
             case {"join": bool()} | {"peer": str()}:
                 return {"later": "that replica is to be admitted itself"}
             case _:
                 raise ValueError("no question")
 
-    def _invite(self, here: bool) -> dict[str, Json]:
+    def _invite(self, must_answer: bool) -> dict[str, Json]:
         """Assigns a replica a rank, or names the member to ask; only one member assigns ranks while it is present."""
-        if self._takes is None:
+        if self._join_terms is None:
             raise ConfigError("the run takes no others (--elastic MIN:MAX)")
         ranks, own_rank = self.elastic.members, self._runtime.comm.rank
         senior = self._runtime.peers.get(ranks[0])
-        if not here and ranks[0] != own_rank and senior is not None and _place(senior):
-            return {"ask": _place(senior)}
-        time_s, taken_ranks = self._runtime.now(), self._used() | self._guests.keys()
-        taken_ranks |= {rank for rank, end_s in self._invited.items() if end_s > time_s}
-        free = [rank for rank in range(self._takes.ranks) if rank not in taken_ranks]
+        if not must_answer and ranks[0] != own_rank and senior is not None and _get_address(senior):
+            return {"ask": _get_address(senior)}
+        time_s, taken_ranks = self._runtime.read_clock(), self._list_used_ranks() | self._guests.keys()
+        taken_ranks |= {rank for rank, end_s in self._reserved_until.items() if end_s > time_s}
+        free = [rank for rank in range(self._join_terms.max_ranks) if rank not in taken_ranks]
         if not free:
-            raise ConfigError(f"all {self._takes.ranks} ranks of the run are used")
+            raise ConfigError(f"all {self._join_terms.max_ranks} ranks of the run are used")
         # Members asked at the same time, because the most senior one is lost, assign different ranks.
         rank = free[min(ranks.index(own_rank), len(free) - 1)]
-        self._invited[rank] = time_s + INVITED_S
+        self._reserved_until[rank] = time_s + INVITATION_S
         addresses: list[Json] = [
             place
             for rank in ranks
-            if rank in self._runtime.peers and (place := _place(self._runtime.peers[rank]))
+            if rank in self._runtime.peers and (place := _get_address(self._runtime.peers[rank]))
         ]
-        return {"rank": rank, "addresses": addresses, "config": dict(self._takes.config)}
+        return {"rank": rank, "addresses": addresses, "config": dict(self._join_terms.config)}
 
-    def _used(self) -> set[int]:
+    def _list_used_ranks(self) -> set[int]:
         """Returns the ranks of all present and former members and of replicas that have come to join."""
-        return {rank for change in self.elastic.changes for rank in change.ranks} | self._met
+        return {rank for change in self.elastic.changes for rank in change.ranks} | self._joined_ranks
 
-    def _welcome(self, peer: Peer) -> dict[str, Json]:
+    def _admit_visitor(self, peer: Peer) -> dict[str, Json]:
         """Admits a replica, and informs all others."""
         runtime = self._runtime
         is_known = runtime.peers.get(peer.rank) == peer  # from another member
-        if not is_known and peer.rank in self._used() | self._guests.keys():
+        if not is_known and peer.rank in self._list_used_ranks() | self._guests.keys():
             return {"again": f"rank {peer.rank} was given to another replica meanwhile"}
         guests: list[Json] = [guest.to_json() for guest in self._guests.values()]
-        self._admit(peer)
-        for rank in runtime.view.present() - {peer.rank}:
-            self._tell(rank, peer)
+        self._admit_peer(peer)
+        for rank in runtime.session.get_present_ranks() - {peer.rank}:
+            self._send_peer(rank, peer)
         peers = [runtime.peers[rank] for rank in self.elastic.members if rank in runtime.peers]
         view = self.elastic.view_number
         members: list[Json] = [x.to_json() for x in peers]
-        return {"view": view, "members": members, "guests": guests, "used": [*sorted(self._used())]}
+        return {
+            "view": view,
+            "members": members,
+            "guests": guests,
+            "used": [*sorted(self._list_used_ranks())],
+        }
 
-    def _admit(self, peer: Peer) -> None:
+    def _admit_peer(self, peer: Peer) -> None:
         known_peer = self._runtime.peers.get(peer.rank)
         if known_peer == peer or peer.rank in self._guests or peer.rank == self._runtime.comm.rank:
             return  # already announced by another member
-        self.elastic.agreement.giver.close([peer.rank])
-        greeted = self._runtime.let_in(peer)
+        self.elastic.agreement.giver.close_offers([peer.rank])
+        greeted = self._runtime.admit(peer)
         self._guests[peer.rank] = peer
 
         def record_greeting(greeted: Pending[None]) -> None:
-            self._invited.pop(peer.rank, None)
+            self._reserved_until.pop(peer.rank, None)
             if greeted.error is None:
-                self._met.add(peer.rank)
+                self._joined_ranks.add(peer.rank)
                 return
             self._guests.pop(peer.rank, None)
             self._runtime.peers.pop(peer.rank, None)
 
-        greeted.on_done(record_greeting)
+        greeted.add_done_callback(record_greeting)
 
 
-class Guest:
+class JoinClient:
     """Replica that joins a run.
 
     Args:
@@ -239,23 +252,23 @@ class Guest:
 
     def __init__(self, access: Access, addresses: Sequence[str]) -> None:
         self.key, self._access, self._addresses = access.key, access, list(dict.fromkeys(addresses))
-        answer = self._ask({"join": False})
+        answer = self._ask_members({"join": False})
         if "ask" in answer:
-            self._prefer([str(answer["ask"])])
-            answer = self._ask({"join": True})  # the most senior member may be lost
+            self._put_first([str(answer["ask"])])
+            answer = self._ask_members({"join": True})  # the most senior member may be lost
         self.rank, self.config = answer["rank"], answer["config"]
-        self._prefer(answer["addresses"])
+        self._put_first(answer["addresses"])
         self.members: list[int] = []
         """Ranks of the members that had greeted this replica when :meth:`announce` returned."""
         self.guests: list[Peer] = []
         """Other joining replicas."""
         self._greetings: dict[int, Pending[None]] = {}
         """Pending greeting of each member, by rank."""
-        self._view = 0
+        self._view_number = 0
         """View of these members."""
-        self.used: list[int] = []
+        self.used_ranks: list[int] = []
         """Ranks that no other replica may have."""
-        self._elastic: Elastic | None = None
+        self._elastic: PaxosMembership | None = None
 
     @property
     def host(self) -> str:
@@ -267,20 +280,20 @@ class Guest:
         """Known addresses, beginning with those of the newest members."""
         return list(self._addresses)
 
-    def _prefer(self, addresses: Iterable[str]) -> None:
+    def _put_first(self, addresses: Iterable[str]) -> None:
         """Puts some addresses first for later requests."""
         self._addresses = list(dict.fromkeys([*map(str, addresses), *self._addresses]))
 
-    def _ask(self, question: Mapping[str, Json]) -> dict[str, Any]:
+    def _ask_members(self, question: Mapping[str, Json]) -> dict[str, Any]:
         """Asks members in turn until one answers, and puts this one first; retries later if a member says so."""
-        deadline = time.monotonic() + LATER_S
+        deadline = time.monotonic() + RETRY_LIMIT_S
         while True:
             answer, refused = self._ask_once(question)
             if answer is not None:
                 return answer
             if "later" not in refused or time.monotonic() >= deadline:
                 raise ConfigError(next(iter(refused.values()), "no address of a member is known"))
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
 
     def _ask_once(self, question: Mapping[str, Json]) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """Returns the first answer, or the reasons for its absence, by kind."""
@@ -293,12 +306,12 @@ class Guest:
                 answer = {"unheard": f"no run answers there that this key belongs to ({reason})"}
             kind = next((kind for kind in ("refused", "later", "unheard") if kind in answer), None)
             if kind is None:
-                self._prefer([address])
+                self._put_first([address])
                 return answer, {}
             reasons.setdefault(kind, f"{address}: {answer[kind]}")
         return None, dict(sorted(reasons.items(), key=lambda item: item[0] != "refused"))
 
-    def come(self, runtime: WallRuntime) -> None:
+    def announce(self, runtime: WallRuntime) -> None:
         """Announces this replica to the members; returns when the first of them has greeted it.
 
         Args:
@@ -310,57 +323,57 @@ class Guest:
           RunLost: The rank has been given to another replica, or the members are lost; a new rank may be requested.
         """
         try:
-            answer = self._ask({"peer": runtime.view.transport.me.to_json()})
+            answer = self._ask_members({"peer": runtime.session.transport.local_peer.to_json()})
         except ConfigError as error:  # a member has answered before
             raise RunLost(f"no member is left of those that have answered: {error}") from None
         if "again" in answer:
             raise RunLost(answer["again"])
-        self._view, self.used = int(answer["view"]), answer["used"]
+        self._view_number, self.used_ranks = int(answer["view"]), answer["used"]
         self.guests = [Peer.from_json(text) for text in answer["guests"]]
         peers = [Peer.from_json(text) for text in answer["members"]]
-        runtime.launch(self._meet(runtime, peers)).wait()
+        runtime.launch(self._connect_members(runtime, peers)).wait()
 
-    async def _meet(self, runtime: WallRuntime, peers: Sequence[Peer]) -> None:
+    async def _connect_members(self, runtime: WallRuntime, peers: Sequence[Peer]) -> None:
         first_greeting: Pending[None] = Pending()
-        runtime.launch(self._insist(runtime, peers))
+        runtime.launch(self._retry_visits(runtime, peers))
         for peer in sorted(peers, key=lambda peer: (peer.address is None, peer.rank)):  # relays first
-            self._greetings[peer.rank] = runtime.let_in(peer)
+            self._greetings[peer.rank] = runtime.admit(peer)
 
         def check_greeting(greeted: Pending[None]) -> None:
             has_failed = all(x.error is not None for x in self._greetings.values())
             if greeted.error is None:
-                first_greeting.set(None)
+                first_greeting.set_result(None)
             elif has_failed or isinstance(greeted.error, ProtocolError):
-                first_greeting.fail(greeted.error)
+                first_greeting.set_exception(greeted.error)
 
         for greeted in self._greetings.values():
-            greeted.on_done(check_greeting)
+            greeted.add_done_callback(check_greeting)
         await first_greeting
-        self.members = [rank for rank, x in self._greetings.items() if x.done and x.error is None]
+        self.members = [rank for rank, x in self._greetings.items() if x.is_done and x.error is None]
 
-    async def _insist(self, runtime: WallRuntime, peers: Sequence[Peer]) -> None:
+    async def _retry_visits(self, runtime: WallRuntime, peers: Sequence[Peer]) -> None:
         """Visits members that have not greeted, since the member that was asked may not have reached them."""
-        question, wait_s = {"peer": runtime.view.transport.me.to_json()}, _INSISTS_S[0]
+        question, wait_s = {"peer": runtime.session.transport.local_peer.to_json()}, _REVISIT_S[0]
         while True:
-            await runtime.sleep_until(runtime.now() + wait_s)
-            missing = [peer for peer in peers if not self._greetings[peer.rank].done]
+            await runtime.sleep_until(runtime.read_clock() + wait_s)
+            missing = [peer for peer in peers if not self._greetings[peer.rank].is_done]
             if not missing:
                 return
-            wait_s = min(2 * wait_s, _INSISTS_S[1])
+            wait_s = min(2 * wait_s, _REVISIT_S[1])
             for peer in missing:
-                if (place := _place(peer)) is not None:
+                if (place := _get_address(peer)) is not None:
                     with suppress(OSError, ValueError):
                         visit = partial(self._access.ask, place, question, wait_s)
-                        answer = await runtime.aside(visit)
+                        answer = await runtime.run_in_executor(visit)
                         if "again" in answer and self._elastic is not None:
-                            self._elastic.agreement.joiner.cannot_reach(peer.rank, RunLost(answer["again"]))
+                            self._elastic.agreement.joiner.fail_admission(peer.rank, RunLost(answer["again"]))
 
     @property
     def has_begun(self) -> bool:
         """Returns True if this replica has, or had, the state of the run."""
         return self._elastic is not None and self._elastic.agreement.joiner.has_begun
 
-    def watch(self, runtime: WallRuntime, elastic: Elastic) -> None:
+    def watch_greetings(self, runtime: WallRuntime, elastic: PaxosMembership) -> None:
         """Ends this replica if a member has not greeted in time and was a member throughout.
 
         If a view was without the replica in the meantime, for example after a stall, its time begins again.
@@ -368,17 +381,17 @@ class Guest:
         self._elastic = elastic
 
         def check_greeting(rank: int, view: int, greeted: Pending[None]) -> None:
-            was_away = any(rank in change.lost for change in elastic.changes if change.view > view)
-            if isinstance(greeted.error, DeadlinePassed) and was_away and elastic.joins:
-                greeting = self._greetings[rank] = runtime.let_in(runtime.peers[rank])
-                greeting.on_done(partial(check_greeting, rank, elastic.changes[-1].view))
+            was_away = any(rank in change.lost_ranks for change in elastic.changes if change.view > view)
+            if isinstance(greeted.error, DeadlinePassed) and was_away and elastic.is_joining:
+                greeting = self._greetings[rank] = runtime.admit(runtime.peers[rank])
+                greeting.add_done_callback(partial(check_greeting, rank, elastic.changes[-1].view))
             elif isinstance(greeted.error, (DeadlinePassed, ProtocolError)):
-                elastic.agreement.joiner.cannot_reach(rank, greeted.error)
+                elastic.agreement.joiner.fail_admission(rank, greeted.error)
 
         for rank, greeted in self._greetings.items():
-            greeted.on_done(partial(check_greeting, rank, self._view))
+            greeted.add_done_callback(partial(check_greeting, rank, self._view_number))
 
 
-def _place(peer: Peer) -> str | None:
+def _get_address(peer: Peer) -> str | None:
     """Returns the address without transport."""
     return None if peer.address is None else peer.address.removeprefix("tcp://")

@@ -2,7 +2,7 @@
 
 from farflung.workloads.classification import Classification
 from farflung.workloads.models import resnet, vgg
-from farflung.workloads.registry import DATA, WORKLOADS, check_workload, data_of, workload
+from farflung.workloads.registry import DATA, WORKLOADS, check_workload, create_workload, find_dataset
 from farflung.workloads.synthetic import Quadratic
 from farflung.workloads.torch_workload import TorchWorkload
 
@@ -13,8 +13,8 @@ __all__ = [
     "Quadratic",
     "TorchWorkload",
     "check_workload",
-    "data_of",
+    "create_workload",
+    "find_dataset",
     "resnet",
     "vgg",
-    "workload",
 ]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from farflung.types import Batch, Dataset, Json
 
-__all__ = ["Classification", "build", "mercury_settings", "settings"]
+__all__ = ["Classification", "build_mercury_settings", "build_model", "build_settings"]
 
 
 @dataclass(slots=True)
@@ -28,32 +28,32 @@ class Classification:
     """
 
     name: str
-    network: Callable[[], nn.Module]
-    load: Callable[[], tuple[Dataset, Dataset]]
+    build_network: Callable[[], nn.Module]
+    load_data: Callable[[], tuple[Dataset, Dataset]]
     defaults: Mapping[str, Json]
     draws_from_torch_alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.load = functools.cache(self.load)  # the replicas of one process share the samples
+        self.load_data = functools.cache(self.load_data)  # the replicas of one process share the samples
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         """Builds a model whose initial weights depend on ``generator`` alone."""
-        return build(self.network, generator)
+        return build_model(self.build_network, generator)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns the cross-entropy of each sample."""
         return F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns 1 for each sample assigned to its class, else 0."""
         logits: Tensor = model(batch.inputs)
         return (logits.argmax(dim=-1) == batch.targets).to(torch.float32)
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
-        return self.load()
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
+        return self.load_data()
 
 
-def build(network: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
+def build_model(build_network: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
     """Builds a network on the CPU, under a seed drawn from ``generator``; restores torch's global random state.
 
     PyTorch's layers initialise themselves from the global state, so no other thread may draw from it meanwhile.
@@ -63,19 +63,19 @@ def build(network: Callable[[], nn.Module], generator: torch.Generator) -> nn.Mo
     try:
         torch.default_generator.manual_seed(seed)
         with torch.device("cpu"):
-            return network()
+            return build_network()
     finally:
         torch.set_rng_state(saved_state)
 
 
-def settings(
+def build_settings(
     *,
     batch_size: int,
     learning_rate: float,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
     steps: int,
-    **others: Json,
+    **extra: Json,
 ) -> dict[str, Json]:
     """Builds default settings: batch size and learning rate of one replica, SGD's options, and others."""
     return {
@@ -84,11 +84,11 @@ def settings(
         "momentum": momentum,
         "weight_decay": weight_decay,
         "steps": steps,
-        **others,
+        **extra,
     }
 
 
-def mercury_settings(batch_size: int) -> dict[str, Json]:
+def build_mercury_settings(batch_size: int) -> dict[str, Json]:
     """Builds default settings of the applications of Zeng et al. 2021 (Mercury) at full size.
 
     Adam at 0.001 for one replica, so 0.004 for the paper's four, annealed to 0 by a cosine as in the released code.
@@ -97,7 +97,7 @@ def mercury_settings(batch_size: int) -> dict[str, Json]:
     Args:
       batch_size: Batch size per replica.
     """
-    return settings(
+    return build_settings(
         batch_size=batch_size,
         learning_rate=1e-3,
         momentum=0.0,

@@ -7,9 +7,9 @@ from functools import partial
 from torch import nn
 
 from farflung.data import cifar, covtype, fashion_mnist
-from farflung.data.source import Which
+from farflung.data.source import Variant
 from farflung.types import Workload
-from farflung.workloads.classification import Classification, mercury_settings, settings
+from farflung.workloads.classification import Classification, build_mercury_settings, build_settings
 from farflung.workloads.models import resnet, resnet18, resnet50, vgg
 
 __all__ = [
@@ -34,9 +34,9 @@ def cifar10_resnet8() -> Workload:
     """
     return Classification(
         name="cifar10/resnet8",
-        network=partial(resnet, 8, 10),
-        load=partial(cifar.load, cifar.CIFAR10),
-        defaults=settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
+        build_network=partial(resnet, 8, 10),
+        load_data=partial(cifar.load, cifar.CIFAR10),
+        defaults=build_settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
     )
 
 
@@ -47,9 +47,9 @@ def cifar10_resnet18() -> Workload:
     """
     return Classification(
         name="cifar10/resnet18",
-        network=partial(resnet18, 10),
-        load=partial(cifar.load, cifar.CIFAR10, shift=4),
-        defaults=mercury_settings(batch_size=32),
+        build_network=partial(resnet18, 10),
+        load_data=partial(cifar.load, cifar.CIFAR10, shift=4),
+        defaults=build_mercury_settings(batch_size=32),
     )
 
 
@@ -61,9 +61,9 @@ def cifar10_resnet20() -> Workload:
     """
     return Classification(
         name="cifar10/resnet20",
-        network=partial(resnet, 20, 10),
-        load=partial(cifar.load, cifar.CIFAR10),
-        defaults=settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
+        build_network=partial(resnet, 20, 10),
+        load_data=partial(cifar.load, cifar.CIFAR10),
+        defaults=build_settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
     )
 
 
@@ -71,9 +71,9 @@ def cifar10_resnet32() -> Workload:
     """CIFAR-10 with the residual network of 32 layers, 0.46 million parameters."""
     return Classification(
         name="cifar10/resnet32",
-        network=partial(resnet, 32, 10),
-        load=partial(cifar.load, cifar.CIFAR10),
-        defaults=settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
+        build_network=partial(resnet, 32, 10),
+        load_data=partial(cifar.load, cifar.CIFAR10),
+        defaults=build_settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
     )
 
 
@@ -85,9 +85,9 @@ def cifar10_vgg() -> Workload:
     """
     return Classification(
         name="cifar10/vgg",
-        network=partial(vgg, (3, 32, 32), (32, None, 64, None, 128, None), 128, 10),
-        load=partial(cifar.load, cifar.CIFAR10),
-        defaults=settings(batch_size=32, learning_rate=0.01, weight_decay=5e-4, steps=800),
+        build_network=partial(vgg, (3, 32, 32), (32, None, 64, None, 128, None), 128, 10),
+        load_data=partial(cifar.load, cifar.CIFAR10),
+        defaults=build_settings(batch_size=32, learning_rate=0.01, weight_decay=5e-4, steps=800),
     )
 
 
@@ -95,9 +95,9 @@ def cifar100_resnet8() -> Workload:
     """CIFAR-100 with the residual network of 8 layers."""
     return Classification(
         name="cifar100/resnet8",
-        network=partial(resnet, 8, 100),
-        load=partial(cifar.load, cifar.CIFAR100),
-        defaults=settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
+        build_network=partial(resnet, 8, 100),
+        load_data=partial(cifar.load, cifar.CIFAR100),
+        defaults=build_settings(batch_size=32, learning_rate=0.02, weight_decay=1e-4, steps=1000),
     )
 
 
@@ -108,9 +108,9 @@ def cifar100_resnet50() -> Workload:
     """
     return Classification(
         name="cifar100/resnet50",
-        network=partial(resnet50, 100),
-        load=partial(cifar.load, cifar.CIFAR100, shift=4),
-        defaults=mercury_settings(batch_size=32),
+        build_network=partial(resnet50, 100),
+        load_data=partial(cifar.load, cifar.CIFAR100, shift=4),
+        defaults=build_mercury_settings(batch_size=32),
     )
 
 
@@ -121,13 +121,13 @@ def covtype_softmax() -> Workload:
     """
     return Classification(
         name="covtype/softmax",
-        network=lambda: nn.Linear(54, 7),
-        load=covtype.load,
-        defaults=settings(batch_size=64, learning_rate=0.05, weight_decay=0.0, steps=1000),
+        build_network=lambda: nn.Linear(54, 7),
+        load_data=covtype.load,
+        defaults=build_settings(batch_size=64, learning_rate=0.05, weight_decay=0.0, steps=1000),
     )
 
 
-def fashion_mnist_cnn(data: Which = "auto") -> Workload:
+def fashion_mnist_cnn(data: Variant = "auto") -> Workload:
     """Two convolutions and two dense layers with dropout; training images are mirrored at random.
 
     Test accuracy with the defaults (one replica, 4,000 steps of 32, constant learning rate, seeds 0 to 2): 88.9, 88.1
@@ -141,13 +141,15 @@ def fashion_mnist_cnn(data: Which = "auto") -> Workload:
     """
     return Classification(
         name="fashion-mnist/cnn",
-        network=_cnn,
-        load=partial(fashion_mnist.load, data),
-        defaults=settings(batch_size=32, learning_rate=0.01, momentum=0.9, weight_decay=1e-4, steps=4000),
+        build_network=_build_cnn,
+        load_data=partial(fashion_mnist.load, data),
+        defaults=build_settings(
+            batch_size=32, learning_rate=0.01, momentum=0.9, weight_decay=1e-4, steps=4000
+        ),
     )
 
 
-def fashion_mnist_mlp(data: Which = "auto") -> Workload:
+def fashion_mnist_mlp(data: Variant = "auto") -> Workload:
     """784-256-10 with ReLU, without augmentation.
 
     Test accuracy with the defaults (3,000 steps of 32, seed 0): 85.1 % on the full set.
@@ -157,13 +159,15 @@ def fashion_mnist_mlp(data: Which = "auto") -> Workload:
     """
     return Classification(
         name="fashion-mnist/mlp",
-        network=_mlp,
-        load=partial(fashion_mnist.load, data, augment=False),
-        defaults=settings(batch_size=32, learning_rate=0.01, momentum=0.9, weight_decay=1e-4, steps=3000),
+        build_network=_build_mlp,
+        load_data=partial(fashion_mnist.load, data, augment=False),
+        defaults=build_settings(
+            batch_size=32, learning_rate=0.01, momentum=0.9, weight_decay=1e-4, steps=3000
+        ),
     )
 
 
-def _cnn() -> nn.Module:
+def _build_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.MaxPool2d(2),
@@ -179,5 +183,5 @@ def _cnn() -> nn.Module:
     )
 
 
-def _mlp() -> nn.Module:
+def _build_mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))

@@ -14,7 +14,7 @@ __all__ = ["BATCH_NORM_MOMENTUM", "NextSymbol", "Transformer", "resnet", "resnet
 BATCH_NORM_MOMENTUM = 0.3
 """Share of a new batch in the running statistics, which then follow a few batches instead of ten. Weights move so
 fast in the first epoch that older statistics cost 2 to 4 points of accuracy."""
-_SPREAD = 0.02
+_INITIAL_STD = 0.02
 """Standard deviation of a transformer's initial weights."""
 
 
@@ -28,7 +28,7 @@ def resnet(depth: int, classes: int) -> nn.Module:
     References: He et al. 2015, arXiv:1512.03385, section 4.2 (shortcuts of option A, without parameters).
     """
     blocks = (depth - 2) // 6
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), _norm(16), nn.ReLU()]
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), _build_norm(16), nn.ReLU()]
     width = 16
     for stage in (16, 32, 64):
         for _ in range(blocks):
@@ -46,18 +46,18 @@ def resnet18(classes: int) -> nn.Module:
     References: He et al. 2015, arXiv:1512.03385, table 1; for small images the stem is one 3 x 3 convolution, without
       pooling.
     """
-    return _four_stages(_Basic, (2, 2, 2, 2), classes)
+    return _build_resnet(_Basic, (2, 2, 2, 2), classes)
 
 
 def resnet50(classes: int) -> nn.Module:
     """Builds ResNet-50: 3, 4, 6 and 3 bottlenecks in stages of 256 to 2,048 channels; see :func:`resnet18`."""
-    return _four_stages(_Bottleneck, (3, 4, 6, 3), classes)
+    return _build_resnet(_Bottleneck, (3, 4, 6, 3), classes)
 
 
-def _four_stages(
+def _build_resnet(
     block: type[_Basic | _Bottleneck], counts: tuple[int, int, int, int], classes: int
 ) -> nn.Module:
-    layers: list[nn.Module] = [*_conv(3, 64, 3), nn.ReLU()]
+    layers: list[nn.Module] = [*_build_conv(3, 64, 3), nn.ReLU()]
     width = 64
     for stage, count in enumerate(counts):
         for index in range(count):
@@ -66,7 +66,7 @@ def _four_stages(
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
 
 
-def _conv(width: int, out: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+def _build_conv(width: int, out: int, kernel: int, stride: int = 1) -> list[nn.Module]:
     return [nn.Conv2d(width, out, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(out)]
 
 
@@ -75,8 +75,10 @@ class _Basic(nn.Module):
 
     def __init__(self, width: int, inner: int, stride: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(*_conv(width, inner, 3, stride), nn.ReLU(), *_conv(inner, inner, 3))
-        self.shortcut = _projection(width, inner, stride)
+        self.body = nn.Sequential(
+            *_build_conv(width, inner, 3, stride), nn.ReLU(), *_build_conv(inner, inner, 3)
+        )
+        self.shortcut = _build_shortcut(width, inner, stride)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -89,25 +91,27 @@ class _Bottleneck(nn.Module):
     def __init__(self, width: int, inner: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            *_conv(width, inner, 1),
+            *_build_conv(width, inner, 1),
             nn.ReLU(),
-            *_conv(inner, inner, 3, stride),
+            *_build_conv(inner, inner, 3, stride),
             nn.ReLU(),
-            *_conv(inner, 4 * inner, 1),
+            *_build_conv(inner, 4 * inner, 1),
         )
-        self.shortcut = _projection(width, 4 * inner, stride)
+        self.shortcut = _build_shortcut(width, 4 * inner, stride)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.shortcut(x))
 
 
-def _projection(width: int, out: int, stride: int) -> nn.Module:
+def _build_shortcut(width: int, out: int, stride: int) -> nn.Module:
     """Builds the shortcut of option B: identity if the shape stays, else a 1 x 1 convolution."""
-    return nn.Identity() if (width, stride) == (out, 1) else nn.Sequential(*_conv(width, out, 1, stride))
+    return (
+        nn.Identity() if (width, stride) == (out, 1) else nn.Sequential(*_build_conv(width, out, 1, stride))
+    )
 
 
-def _norm(width: int) -> nn.Module:
+def _build_norm(width: int) -> nn.Module:
     return nn.BatchNorm2d(width, momentum=BATCH_NORM_MOMENTUM)
 
 
@@ -115,16 +119,16 @@ class _Block(nn.Module):
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
         self.stride = out // width
-        self.more = out - width
+        self.new_channels = out - width
         self.conv1 = nn.Conv2d(width, out, 3, stride=self.stride, padding=1, bias=False)
-        self.norm1 = _norm(out)
+        self.norm1 = _build_norm(out)
         self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
-        self.norm2 = _norm(out)
+        self.norm2 = _build_norm(out)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
-        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
+        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
         return torch.relu(y + shortcut)
 
 
@@ -220,11 +224,11 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=_SPREAD)
+                nn.init.normal_(module.weight, std=_INITIAL_STD)
         for block in self.blocks:
             assert isinstance(block, _Layer)
             for adds in (block.out, block.down):
-                nn.init.normal_(adds.weight, std=_SPREAD / math.sqrt(2 * layers))
+                nn.init.normal_(adds.weight, std=_INITIAL_STD / math.sqrt(2 * layers))
 
     @override
     def forward(self, symbols: Tensor) -> Tensor:
@@ -250,11 +254,11 @@ class _Layer(nn.Module):
 
     @override
     def forward(self, states: Tensor) -> Tensor:
-        states = states + self.out(self._attended(self.before_attention(states)))
+        states = states + self.out(self._compute_attention(self.before_attention(states)))
         layers: Tensor = self.down(F.gelu(self.up(self.before_layers(states))))
         return states + layers
 
-    def _attended(self, states: Tensor) -> Tensor:
+    def _compute_attention(self, states: Tensor) -> Tensor:
         batch_size, length, width = states.shape
         parts = self.queries_keys_values(states).view(batch_size, length, 3, self.heads, width // self.heads)
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)

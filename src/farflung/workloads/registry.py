@@ -11,7 +11,7 @@ from farflung.spec import build
 from farflung.types import Json, Workload
 from farflung.workloads import classifiers, shakespeare, synthetic
 
-__all__ = ["DATA", "WORKLOADS", "check_workload", "data_of", "workload"]
+__all__ = ["DATA", "WORKLOADS", "check_workload", "create_workload", "find_dataset"]
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "cifar10/resnet18": classifiers.cifar10_resnet18,
@@ -42,12 +42,12 @@ DATA: dict[str, Source | None] = {
 generated."""
 
 
-def data_of(name: str) -> Source | None:
+def find_dataset(name: str) -> Source | None:
     """Finds the data set of the workload called ``name`` without options; ``None`` if samples are generated."""
     return DATA[name.split("/", maxsplit=1)[0]]
 
 
-def workload(name: str, **options: Json) -> Workload:
+def create_workload(name: str, **options: Json) -> Workload:
     """Creates the workload called ``name``.
 
     Args:
@@ -77,19 +77,19 @@ def workload(name: str, **options: Json) -> Workload:
     return factory(**options)
 
 
-def check_workload(made: object) -> Workload:
+def check_workload(candidate: object) -> Workload:
     """Returns ``candidate`` if it has all attributes of a workload.
 
     Raises:
       ConfigError: It lacks some; names them.
     """
-    missing = [part for part in _PARTS if not hasattr(made, part)]
+    missing = [part for part in _ATTRIBUTES if not hasattr(candidate, part)]
     if missing:
         raise ConfigError(
-            f"{made!r} is no workload: it has no {', '.join(missing)}; see farflung.types.Workload, or make one of a "
+            f"{candidate!r} is no workload: it has no {', '.join(missing)}; see farflung.types.Workload, or make one of a "
             "model and data sets by farflung.TorchWorkload"
         )
-    return made  # type: ignore[return-value]
+    return candidate  # type: ignore[return-value]
 
 
-_PARTS = ("name", "defaults", "model", "loss", "metric", "datasets")
+_ATTRIBUTES = ("name", "defaults", "model", "loss", "metric", "datasets")

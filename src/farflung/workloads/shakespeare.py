@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from farflung.data import shakespeare
 from farflung.errors import ConfigError
 from farflung.types import Batch, Dataset, Json
-from farflung.workloads.classification import build, settings
+from farflung.workloads.classification import build_model, build_settings
 from farflung.workloads.models import NextSymbol, Transformer
 
 __all__ = ["GPT", "LSTM"]
@@ -28,25 +28,25 @@ class _NextCharacter:
     """
 
     draws_from_torch_alone: ClassVar[bool] = True
-    every: ClassVar[int | None] = None
+    stride: ClassVar[int | None] = None
     """Characters between the starts of two training windows; ``None``: the length of a window."""
 
     length: int = 64
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
         """Loads windows of the first nine tenths of the text, and of the last."""
         return self._windows
 
     @cached_property
     def _windows(self) -> tuple[Dataset, Dataset]:
-        return shakespeare.load(length=self.length, every=self.every)
+        return shakespeare.load(length=self.length, stride=self.stride)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns the mean cross-entropy over the characters of each window."""
         logits: Tensor = model(batch.inputs)
         return F.cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none").mean(dim=1)
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns the share of the characters of each window that are predicted right."""
         logits: Tensor = model(batch.inputs)
         return (logits.argmax(dim=-1) == batch.targets).to(torch.float32).mean(dim=1)
@@ -69,7 +69,7 @@ class LSTM(_NextCharacter):
     hidden: int = 128
     name: str = field(default="tinyshakespeare/lstm", init=False)
     defaults: Mapping[str, Json] = field(
-        default_factory=lambda: settings(batch_size=32, learning_rate=1.0, momentum=0.9, steps=1000),
+        default_factory=lambda: build_settings(batch_size=32, learning_rate=1.0, momentum=0.9, steps=1000),
         init=False,
     )
 
@@ -79,9 +79,9 @@ class LSTM(_NextCharacter):
                 f"tinyshakespeare/lstm needs length and hidden above 0, not {self.length} and {self.hidden}"
             )
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         """Builds a model whose initial weights depend on ``generator`` alone."""
-        return build(lambda: NextSymbol(len(shakespeare.SYMBOLS), 32, self.hidden), generator)
+        return build_model(lambda: NextSymbol(len(shakespeare.SYMBOLS), 32, self.hidden), generator)
 
 
 @dataclass
@@ -106,7 +106,7 @@ class GPT(_NextCharacter):
     Reference: Karpathy, nanoGPT, the settings of its README for a laptop.
     """
 
-    every: ClassVar[int | None] = 1
+    stride: ClassVar[int | None] = 1
     symbols: ClassVar[int] = len(shakespeare.SYMBOLS)
 
     layers: int = 4
@@ -114,7 +114,7 @@ class GPT(_NextCharacter):
     width: int = 128
     name: str = field(default="tinyshakespeare/gpt", init=False)
     defaults: Mapping[str, Json] = field(
-        default_factory=lambda: settings(
+        default_factory=lambda: build_settings(
             batch_size=3,
             learning_rate=1e-3,
             momentum=0.0,
@@ -138,9 +138,9 @@ class GPT(_NextCharacter):
                 f"{self.name}: width {self.width} is no multiple of heads {self.heads}, which share it"
             )
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         """Builds a model whose initial weights depend on ``generator`` alone."""
-        return build(self._network, generator)
+        return build_model(self._build_network, generator)
 
-    def _network(self) -> nn.Module:
+    def _build_network(self) -> nn.Module:
         return Transformer(self.symbols, self.length, self.layers, self.heads, self.width)

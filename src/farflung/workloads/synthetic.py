@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from farflung.data.datasets import TensorDataset
 from farflung.errors import ConfigError
-from farflung.seeding import generator as seeded
+from farflung.seeding import create_generator as seeded
 from farflung.types import Batch, Dataset, Json
-from farflung.workloads.classification import build, settings
+from farflung.workloads.classification import build_model, build_settings
 
 __all__ = ["Point", "Quadratic"]
 
@@ -34,7 +34,7 @@ class Point(nn.Module):
 
     @override
     def forward(self, centres: Tensor) -> Tensor:
-        """Returns the distance vectors from ``centres``, shape ``(n, dim)``."""
+        """Returns the distance vectors from ``draw_centres``, shape ``(n, dim)``."""
         return self.w - centres
 
 
@@ -66,7 +66,7 @@ class Quadratic:
     draws_from_torch_alone: ClassVar[bool] = True
     name: str = field(default="synthetic/quadratic", init=False)
     defaults: Mapping[str, Json] = field(
-        default_factory=lambda: settings(batch_size=32, learning_rate=0.1, momentum=0.0, steps=300),
+        default_factory=lambda: build_settings(batch_size=32, learning_rate=0.1, momentum=0.0, steps=300),
         init=False,
     )
 
@@ -77,48 +77,48 @@ class Quadratic:
                 f"dim={self.dim}, groups={self.groups}, samples={self.samples}, spread={self.spread}"
             )
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         """Builds a :class:`Point` of independent standard normal entries."""
-        return build(lambda: Point(self.dim), generator)
+        return build_model(lambda: Point(self.dim), generator)
 
-    def curvature(self) -> Tensor:
+    def compute_curvature(self) -> Tensor:
         """Computes the diagonal of :math:`A`, shape ``(dim,)``."""
         return torch.logspace(0.0, -float(torch.tensor(self.spread, dtype=torch.float64).log10()), self.dim)
 
-    def centres(self) -> tuple[Tensor, Tensor]:
+    def draw_centres(self) -> tuple[Tensor, Tensor]:
         """Draws the centres, shape ``(samples, dim)``, and the cluster of each."""
         random = seeded(self.seed, "quadratic")
         cluster_centres = torch.randn(self.groups, self.dim, generator=random)
         labels = torch.arange(self.samples) % self.groups
         return cluster_centres[labels] + torch.randn(self.samples, self.dim, generator=random), labels
 
-    def optimum(self) -> Tensor:
+    def get_optimum(self) -> Tensor:
         """Returns the mean of the centres, shape ``(dim,)``."""
         return self._optimum
 
     @cached_property
     def _optimum(self) -> Tensor:
-        return self.centres()[0].to(torch.float64).mean(dim=0).to(torch.float32)
+        return self.draw_centres()[0].to(torch.float64).mean(dim=0).to(torch.float32)
 
-    def optimal_loss(self) -> float:
+    def compute_optimal_loss(self) -> float:
         """Computes the mean loss at the optimum, the minimum."""
-        centres = self.centres()[0].to(torch.float64)
+        centres = self.draw_centres()[0].to(torch.float64)
         offsets = centres - centres.mean(dim=0)
-        return float(0.5 * (offsets.square() @ self.curvature().to(torch.float64)).mean())
+        return float(0.5 * (offsets.square() @ self.compute_curvature().to(torch.float64)).mean())
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """Computes :math:`f_i(w)` of each sample."""
         offsets: Tensor = model(batch.inputs)
-        return torch.mv(offsets.square(), self.curvature().to(offsets)).mul(0.5)
+        return torch.mv(offsets.square(), self.compute_curvature().to(offsets)).mul(0.5)
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
         """Returns minus the distance to the optimum, equal for every sample; at best 0."""
         w: Tensor = model(torch.zeros_like(batch.inputs[:1]))[0]
-        distance: Tensor = torch.linalg.vector_norm(w.detach() - self.optimum().to(w))
+        distance: Tensor = torch.linalg.vector_norm(w.detach() - self.get_optimum().to(w))
         return -distance.expand(len(batch))
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
         """Returns one data set twice; nothing is random in its samples."""
-        centres, labels = self.centres()
+        centres, labels = self.draw_centres()
         data = TensorDataset(centres, labels, labels, origin="synthetic/quadratic")
         return data, data

@@ -14,14 +14,14 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from farflung.errors import ConfigError
-from farflung.seeding import RandomState, derive, generator
+from farflung.seeding import RandomState, create_generator, derive_seed
 from farflung.types import Batch, Dataset, Json, SampleIds
-from farflung.workloads.classification import build, settings
+from farflung.workloads.classification import build_model, build_settings
 
 __all__ = ["TorchWorkload"]
 
 
-class MapStyle(Protocol):
+class MapDataset(Protocol):
     """Data set of torch that gives ``(input, target)`` by index."""
 
     def __len__(self) -> int: ...
@@ -61,8 +61,8 @@ class TorchWorkload:
     def __init__(
         self,
         model: Callable[[], nn.Module] | nn.Module,
-        train: MapStyle,
-        test: MapStyle,
+        train: MapDataset,
+        test: MapDataset,
         loss: Callable[..., Tensor],
         metric: Callable[[Tensor, Tensor], Tensor] | None = None,
         *,
@@ -70,66 +70,66 @@ class TorchWorkload:
         defaults: Mapping[str, Json] | None = None,
     ) -> None:
         self._model, self._metric = model, metric
-        self._loss = _per_sample(loss)
-        self._train, self._test = _Mapped("train", train), _Mapped("test", test)
-        module = self.model(generator(0, "model"))
+        self._loss = _disable_reduction(loss)
+        self._train, self._test = _DatasetAdapter("train", train), _DatasetAdapter("test", test)
+        module = self.build_model(create_generator(0, "model"))
         self.name: str = name or f"own/{type(module).__name__}"
         """Name for display."""
         self.defaults: Mapping[str, Json] = {
-            **settings(batch_size=32, learning_rate=0.01, steps=1000),
+            **build_settings(batch_size=32, learning_rate=0.01, steps=1000),
             **(defaults or {}),
         }
         """Settings that apply when none are given."""
-        self._try(module)
+        self._check_samples(module)
 
     @override
     def __repr__(self) -> str:
         return f"TorchWorkload({self.name}, {len(self._train)} + {len(self._test)} samples)"
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         """Builds a module under ``generator``, or copies the given one."""
         if isinstance(self._model, nn.Module):
             return copy.deepcopy(self._model)
-        module = build(self._model, generator)
+        module = build_model(self._model, generator)
         if not isinstance(module, nn.Module):
             raise ConfigError(
                 f"TorchWorkload: model {self._model!r} makes {type(module).__name__}, not an nn.Module"
             )
         return module
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self._flat("loss", self._loss(model(batch.inputs), batch.targets), batch)
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self._average_per_sample("loss", self._loss(model(batch.inputs), batch.targets), batch)
 
-    def metric(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
         outputs: Tensor = model(batch.inputs)
         if self._metric is not None:
-            return self._flat("metric", self._metric(outputs, batch.targets), batch)
+            return self._average_per_sample("metric", self._metric(outputs, batch.targets), batch)
         if outputs.dim() == 2 and batch.targets.dim() == 1 and not batch.targets.is_floating_point():
             return (outputs.argmax(dim=-1) == batch.targets).to(torch.float32)
-        return -self._flat("loss", self._loss(outputs, batch.targets), batch)
+        return -self._average_per_sample("loss", self._loss(outputs, batch.targets), batch)
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
         return self._train, self._test
 
-    def _flat(self, what: str, values: object, batch: Batch) -> Tensor:
+    def _average_per_sample(self, label: str, values: object, batch: Batch) -> Tensor:
         if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) != len(batch):
             shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             raise ConfigError(
-                f"{self.name}: {what} gives {shape} for {len(batch)} samples, not a number for each; "
+                f"{self.name}: {label} gives {shape} for {len(batch)} samples, not a number for each; "
                 "torch's losses do with reduction='none'"
             )
         return values if values.dim() == 1 else values.flatten(1).mean(dim=1)
 
-    def _try(self, model: nn.Module) -> None:
+    def _check_samples(self, model: nn.Module) -> None:
         """Checks model, loss and metric on two samples, before anything runs."""
-        with RandomState.scope(), torch.no_grad():
-            RandomState(derive(0, "replica", 0)).install()
+        with RandomState.preserve_globals(), torch.no_grad():
+            RandomState(derive_seed(0, "replica", 0)).install()
             model.eval()
             for data in (self._train, self._test):
                 batch = data.take(torch.arange(min(2, len(data))), train=False)
                 try:
-                    self.loss(model, batch)
-                    self.metric(model, batch)
+                    self.compute_losses(model, batch)
+                    self.compute_metrics(model, batch)
                 except ConfigError:
                     raise
                 except Exception as error:
@@ -140,10 +140,10 @@ class TorchWorkload:
                     ) from error
 
 
-class _Mapped:
+class _DatasetAdapter:
     """Adapter of a map-style data set to :class:`farflung.types.Dataset`."""
 
-    def __init__(self, name: str, data: MapStyle) -> None:
+    def __init__(self, name: str, data: MapDataset) -> None:
         self.name, self._data = name, data
         if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
             raise ConfigError(
@@ -174,14 +174,14 @@ class _Mapped:
         return labels.to(torch.int64) if is_class else None
 
     def take(self, ids: SampleIds, *, train: bool) -> Batch:
-        return self.prepare(self.rows(ids), train=train)
+        return self.prepare(self.get_rows(ids), train=train)
 
     def prepare(self, rows: Batch, *, train: bool) -> Batch:
         """Returns the rows unchanged; the data set itself does random transforms."""
         del train
         return rows
 
-    def rows(self, ids: SampleIds) -> Batch:
+    def get_rows(self, ids: SampleIds) -> Batch:
         inputs, targets = default_collate([tuple(self._data[index]) for index in ids.tolist()])
         if not (isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
             raise ConfigError(
@@ -191,7 +191,7 @@ class _Mapped:
         return Batch(inputs, targets)
 
 
-def _per_sample(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def _disable_reduction(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns a loss that does not reduce over samples."""
     if isinstance(loss, nn.Module):
         if getattr(loss, "reduction", "none") != "none":

@@ -18,7 +18,7 @@ __all__ = ["Attend", "Coded", "Coordinate", "Demo"]
 class Coded:
     """Train linear models on devices that may vanish at any moment: coordinate, take part, or see a demonstration."""
 
-    what: (
+    command: (
         Annotated[Coordinate, tyro.conf.subcommand("coordinator", prefix_name=False)]
         | Annotated[Attend, tyro.conf.subcommand("device", prefix_name=False)]
         | Annotated[Demo, tyro.conf.subcommand("demo", prefix_name=False)]
@@ -26,4 +26,4 @@ class Coded:
 
     def run(self) -> int:
         """Runs the command; returns the exit code."""
-        return self.what.run()
+        return self.command.run()

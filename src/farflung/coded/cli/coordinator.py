@@ -12,34 +12,34 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from farflung.cli.main import spoken
-from farflung.cli.options import ENDPOINT, endpoint_of, given, with_options
-from farflung.cli.output import OutputOptions, print_files, print_table, stderr_console
-from farflung.cli.progress import Bar, clock_text
+from farflung.cli.main import label_options
+from farflung.cli.options import ENDPOINT, build_endpoint, collect_options, with_options
+from farflung.cli.output import OutputOptions, create_stderr_console, print_files, print_table
+from farflung.cli.progress import Bar, format_clock
 from farflung.coded.coordinator import Settings
 from farflung.coded.meeting import Address
 from farflung.coded.parts import read_samples
-from farflung.coded.picture import coded_picture
+from farflung.coded.picture import draw_coded_picture
 from farflung.coded.record import Folder
-from farflung.coded.run import Learner, coordinate
-from farflung.config import settings_of
+from farflung.coded.run import Learner, run_coordinator
+from farflung.config import list_settings
 from farflung.errors import ConfigError
-from farflung.report.tables import duration_words
-from farflung.runs import run_folder
-from farflung.runs.stopping import asked_to_stop
+from farflung.report.tables import format_duration
+from farflung.runs import name_run_folder
+from farflung.runs.stopping import watch_stop_signals
 from farflung.telemetry import Event
 
-__all__ = ["CodedProgress", "Coordinate", "encoding_words"]
+__all__ = ["CodedProgress", "Coordinate", "format_encoding"]
 
 _SETTINGS = {
     name.removesuffix("_s"): setting
     if setting.default is None
-    else replace(setting, about=f"{setting.about.rstrip('.')}; {setting.default} when not given")
-    for name, setting in {**settings_of(Settings), **settings_of(Learner)}.items()
+    else replace(setting, description=f"{setting.description.rstrip('.')}; {setting.default} when not given")
+    for name, setting in {**list_settings(Settings), **list_settings(Learner)}.items()
     if name != "least_s"
 }
 """Settings of a run that are options, by name."""
-_WORDS = {
+_EVENT_TEXTS = {
     "came": "rank {rank} has come{with_partition}",
     "turned_away": "rank {rank} is turned away: {why}",
     "gone": "rank {rank} is gone",
@@ -54,7 +54,7 @@ _WORDS = {
 """Text that is printed for each event."""
 
 
-@spoken
+@label_options
 @dataclass(frozen=True)
 @with_options(
     {**_SETTINGS, **{name: entry for name, entry in ENDPOINT.items() if name not in ("interface", "port")}}
@@ -78,15 +78,15 @@ class Coordinate(OutputOptions):
         """Runs the command; returns the exit code."""
         if self.max_iterations < 1:
             raise ConfigError(f"--max-iterations {self.max_iterations}: must be 1 or more")
-        settings, learner = self._settings(), Learner(**given(self, settings_of(Learner)))
-        folder = Folder(self.folder or run_folder("coded"))
+        settings, learner = self._build_settings(), Learner(**collect_options(self, list_settings(Learner)))
+        folder = Folder(self.folder or name_run_folder("coded"))
         test = None if self.test is None else read_samples(self.test, test=True)
-        address, endpoint = Address.of(self.at), endpoint_of(self)
+        address, endpoint = Address.parse(self.at), build_endpoint(self)
         with (
             CodedProgress(settings, learner, self.max_iterations, quiet=self.quiet or self.json) as progress,
-            asked_to_stop(lambda: progress.trains) as stop,
+            watch_stop_signals(lambda: progress.is_training) as stop,
         ):
-            summary = coordinate(
+            summary = run_coordinator(
                 settings,
                 learner,
                 folder,
@@ -94,24 +94,24 @@ class Coordinate(OutputOptions):
                 endpoint,
                 max_iterations=self.max_iterations,
                 test=test,
-                met=lambda at: None if self.quiet else self._say_where(at),
-                told=progress,
-                stop_asked=stop.is_set,
+                on_ready=lambda at: None if self.quiet else self._print_command(at),
+                sink=progress,
+                should_stop=stop.is_set,
             )
         picture = folder.picture
         title = f"Coded training of {len(summary['partitions'])} partitions"  # type: ignore[arg-type]
-        coded_picture(folder.told(), picture, title=title)
+        draw_coded_picture(folder.load_events(), picture, title=title)
         if self.json:
             print(json.dumps({**summary, "folder": str(folder.path)}))
         else:
-            print_table(("what", "how much"), _summary_lines(summary))
-            print_files(picture=picture, model=folder.model)
+            print_table(("what", "how much"), _build_summary_rows(summary))
+            print_files(picture=picture, model=folder.model_path)
         return 130 if summary["interrupted"] else 0
 
-    def _settings(self) -> Settings:
+    def _build_settings(self) -> Settings:
         values = {
             name: value
-            for name in settings_of(Settings)
+            for name in list_settings(Settings)
             if (value := getattr(self, name.removesuffix("_s"), None)) is not None
         }
         for name in ("partitions", "devices"):
@@ -119,9 +119,9 @@ class Coordinate(OutputOptions):
                 raise ConfigError(f"--{name}: give how many {name} training begins with")
         return Settings(**values)
 
-    def _say_where(self, at: Address) -> None:
-        keys = " --keys FOLDER" if endpoint_of(self).keys else ""
-        stderr_console().print(
+    def _print_command(self, at: Address) -> None:
+        keys = " --keys FOLDER" if build_endpoint(self).keys else ""
+        create_stderr_console().print(
             f"on each device: farflung coded device {at} --data FILE.npz{keys}", soft_wrap=True, markup=False
         )
 
@@ -139,66 +139,66 @@ class CodedProgress(Bar):
       quiet: True to show nothing.
     """
 
-    def __init__(self, settings: Settings, learner: Learner, most: int, *, quiet: bool) -> None:
+    def __init__(self, settings: Settings, learner: Learner, max_iterations: int, *, quiet: bool) -> None:
         super().__init__("waiting for devices", settings.devices, quiet=quiet)
-        self._settings, self._most = settings, most
-        solver: Any = learner.minimiser(2)
+        self._settings, self._max_iterations = settings, max_iterations
+        solver: Any = learner.build_solver(2)
         self._tolerance: float = solver.tol
         self._partitions: dict[int, str] = {}
-        self._ordered: set[int] = set()
-        self._built: set[int] = set()
+        self._ordered_blocks: set[int] = set()
+        self._built_blocks: set[int] = set()
         self._first_gap: float | None = None
-        self.trains = False
+        self.is_training = False
 
     def __call__(self, event: Event) -> None:
         values: Mapping[str, Any] = event
         with suppress(Exception):
-            self._take(values)
-            words = _WORDS.get(values["event"])
+            self._handle_event(values)
+            words = _EVENT_TEXTS.get(values["event"])
             if words is not None:
                 with_partition = f" with partition {values['partition']!r}" if values.get("partition") else ""
                 line = words.format(**values, with_partition=with_partition)
-                self.line(f"{clock_text(values['t'])}  {line}", always=True)
+                self.print_line(f"{format_clock(values['t'])}  {line}", force=True)
 
-    def _take(self, event: Mapping[str, Any]) -> None:
+    def _handle_event(self, event: Mapping[str, Any]) -> None:
         kind = event["event"]
         if kind == "came":
             self._partitions[event["rank"]] = event["partition"]
         elif kind == "gone":
             self._partitions.pop(event["rank"], None)
         elif kind in ("ordered", "built"):
-            (self._ordered if kind == "ordered" else self._built).add(event["block"])
+            (self._ordered_blocks if kind == "ordered" else self._built_blocks).add(event["block"])
         elif kind == "encoded":
-            self.trains = True
+            self.is_training = True
             self.start("training", 100)
         if kind == "iterate":
-            self._iterate(event)
-        elif not self.trains and self._ordered:
+            self._update_iterate(event)
+        elif not self.is_training and self._ordered_blocks:
             if self.state != "encoding":
                 self.start("encoding", 0)
-            self.total, self.about = len(self._ordered), "blocks"
-            self.advance(len(self._built & self._ordered))
-        elif not self.trains:
-            self.about = (
+            self.total, self.detail = len(self._ordered_blocks), "blocks"
+            self.advance(len(self._built_blocks & self._ordered_blocks))
+        elif not self.is_training:
+            self.detail = (
                 f"{sum(map(bool, self._partitions.values()))} of {self._settings.partitions} partitions"
             )
             self.advance(len(self._partitions))
 
-    def _iterate(self, event: Mapping[str, Any]) -> None:
-        gap, fraction = event["gap"], event["iterations"] / self._most
+    def _update_iterate(self, event: Mapping[str, Any]) -> None:
+        gap, fraction = event["gap"], event["iterations"] / self._max_iterations
         if self._first_gap is None:
             self._first_gap = gap
         log_range = math.log(self._first_gap / self._tolerance) if self._first_gap > self._tolerance else 0.0
         if log_range and gap > 0:
             fraction = max(fraction, math.log(self._first_gap / gap) / log_range)
-        self.about = (
+        self.detail = (
             f"iterate {event['iterations']:,}, objective {event['objective']:.6g}, gap {gap:.1e}, "
             f"{len(self._partitions)} devices"
         )
         self.advance(100 * min(1.0, fraction))
 
 
-def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _build_summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     state = "converged" if summary["converged"] else "stopped" if summary["interrupted"] else "not converged"
     if summary["stalled"]:
         state = "not converged: rounding errors allow no further step; scale the features"
@@ -212,16 +212,16 @@ def _summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("classes", f"{len(classes)}"),
         ("devices", f"{summary['devices_came']} came, {summary['devices_gone']} went"),
         ("fallen silent", f"{summary['silences']} times"),
-        ("encoding", encoding_words(summary)),
+        ("encoding", format_encoding(summary)),
         ("coordinator sent", decimal(sum(summary["bytes_sent"].values()))),
-        ("duration", duration_words(summary["duration_s"])),
+        ("duration", format_duration(summary["duration_s"])),
     ]
     if summary["test_accuracy"] is not None:
         lines.insert(2, ("test accuracy", f"{100 * summary['test_accuracy']:.2f} %"))
     return lines
 
 
-def encoding_words(summary: Mapping[str, Any]) -> str:
+def format_encoding(summary: Mapping[str, Any]) -> str:
     """Formats the bytes that devices sent each other for blocks, compared with an MDS code."""
     rows, columns = (summary["encoding_nbytes"][kind] for kind in ("rows", "columns"))
     mds_nbytes = summary["mds_encoding_nbytes"] - columns

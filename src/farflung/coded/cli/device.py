@@ -14,22 +14,22 @@ from typing import Any
 import tyro
 from rich.filesize import decimal
 
-from farflung.cli.main import spoken
-from farflung.cli.options import ENDPOINT, endpoint_of, with_options
-from farflung.cli.output import OutputOptions, print_table, stderr_console
-from farflung.coded.blocks import Holding
+from farflung.cli.main import label_options
+from farflung.cli.options import ENDPOINT, build_endpoint, with_options
+from farflung.cli.output import OutputOptions, create_stderr_console, print_table
+from farflung.coded.blocks import BlockStore
 from farflung.coded.device import Device
-from farflung.coded.meeting import Address, take_part
-from farflung.coded.parts import Part, read_samples
-from farflung.devices import DeviceProfile, device_profile
+from farflung.coded.meeting import Address, run_device
+from farflung.coded.parts import DataShard, read_samples
+from farflung.devices import DeviceProfile, find_device
 from farflung.errors import ConfigError
-from farflung.runs.stopping import on_stop
+from farflung.runs.stopping import handle_stop_signals
 from farflung.wall import WallRuntime
 
 __all__ = ["Attend"]
 
 
-@spoken
+@label_options
 @dataclass(frozen=True, kw_only=True)
 @with_options(ENDPOINT)
 class Attend(OutputOptions):
@@ -58,30 +58,35 @@ class Attend(OutputOptions):
         """Runs the command; returns the exit code."""
         if not 0 < self.patience < math.inf:
             raise ConfigError(f"--patience {self.patience}: must be a number of seconds above 0")
-        address, endpoint, store = Address.of(self.address), endpoint_of(self), self._holding()
-        sessions = _Seat(self._tell)
-        self._tell(f"looks for a coordinator at {address}, for {self.patience:g} s at most")
-        with on_stop(sessions.ask):
-            reason = take_part(
-                address, store, endpoint, patience_s=self.patience, pace=self._pace(store), met=sessions.take
+        address, endpoint, store = Address.parse(self.address), build_endpoint(self), self._build_store()
+        sessions = _DeviceSessions(self._print_line)
+        self._print_line(f"looks for a coordinator at {address}, for {self.patience:g} s at most")
+        with handle_stop_signals(sessions.request_leave):
+            reason = run_device(
+                address,
+                store,
+                endpoint,
+                patience_s=self.patience,
+                pace=self._load_profile(store),
+                on_connect=sessions.add_device,
             )
         if reason:
             raise ConfigError(f"the coordinator at {address} has refused this device: {reason}")
-        self._say(store, sessions)
+        self._print_summary(store, sessions)
         return 0
 
-    def _holding(self) -> Holding:
+    def _build_store(self) -> BlockStore:
         if self.data is None:
             for option in ("part", "seed", "name"):
                 if getattr(self, option) is not None:
                     raise ConfigError(f"--{option} requires --data")
-            return Holding()
+            return BlockStore()
         if self.seed is not None and self.part is None:
             raise ConfigError("--seed requires --part: it shuffles the rows before they are divided")
-        part = None if self.part is None else Part.parse(self.part, self.seed)
-        return Holding(self.name or self._name(part), *read_samples(self.data, part))
+        part = None if self.part is None else DataShard.parse(self.part, self.seed)
+        return BlockStore(self.name or self._build_name(part), *read_samples(self.data, part))
 
-    def _name(self, part: Part | None) -> str:
+    def _build_name(self, part: DataShard | None) -> str:
         assert self.data is not None
         is_file = self.data.endswith(".npz")
         base = (
@@ -89,22 +94,22 @@ class Attend(OutputOptions):
         )
         return base if part is None else f"{base} {part}"
 
-    def _pace(self, holding: Holding) -> DeviceProfile | None:
+    def _load_profile(self, store: BlockStore) -> DeviceProfile | None:
         """Loads the profile of a product with one vector: per row, two operations for each feature."""
         if self.pace is None:
             return None
-        if holding.data is None:
+        if store.data is None:
             raise ConfigError(f"--pace {self.pace}: give --data too, which says how long a row is")
-        return device_profile(self.pace, forward_flops=2.0 * holding.data.shape[1])
+        return find_device(self.pace, forward_flops=2.0 * store.data.shape[1])
 
-    def _tell(self, words: str) -> None:
+    def _print_line(self, text: str) -> None:
         if not (self.quiet or self.json):
-            stderr_console().print(words, soft_wrap=True, markup=False)
+            create_stderr_console().print(text, soft_wrap=True, markup=False)
 
-    def _say(self, holding: Holding, seat: _Seat) -> None:
-        summary = seat.summary()
+    def _print_summary(self, store: BlockStore, sessions: _DeviceSessions) -> None:
+        summary = sessions.build_summary()
         if self.json:
-            print(json.dumps({**summary, "held_nbytes": holding.nbytes}))
+            print(json.dumps({**summary, "held_nbytes": store.nbytes}))
             return
         lines = [
             ("rank", ", ".join(map(str, summary["ranks"]))),
@@ -113,43 +118,43 @@ class Attend(OutputOptions):
         lines += [
             (f"sent as {kind}", decimal(nbytes)) for kind, nbytes in sorted(summary["bytes_sent"].items())
         ]
-        print_table(("what", "how much"), [*lines, ("held", decimal(holding.nbytes))])
+        print_table(("what", "how much"), [*lines, ("held", decimal(store.nbytes))])
 
 
-class _Seat:
+class _DeviceSessions:
     """The device's sessions with coordinators, one after the other.
 
     Args:
       print_line: Function that prints a line.
     """
 
-    def __init__(self, tell: Callable[[str], object]) -> None:
-        self._tell = tell
-        self._met: list[Device] = []
-        self._asked = False
+    def __init__(self, print_line: Callable[[str], object]) -> None:
+        self._print_line = print_line
+        self._devices: list[Device] = []
+        self._has_asked = False
 
-    def take(self, device: Device, runtime: WallRuntime) -> None:
+    def add_device(self, device: Device, runtime: WallRuntime) -> None:
         """Adds the device of a new session."""
         del runtime
-        self._met.append(device)
-        self._tell(f"in, as rank {device.rank}")
-        if self._asked:
+        self._devices.append(device)
+        self._print_line(f"in, as rank {device.rank}")
+        if self._has_asked:
             device.leave()
 
-    def ask(self) -> None:
+    def request_leave(self) -> None:
         """Asks to leave; without a coordinator, or the second time, raises KeyboardInterrupt."""
-        if self._asked or not self._met:
+        if self._has_asked or not self._devices:
             raise KeyboardInterrupt
-        self._asked = True
-        self._met[-1].leave()
-        self._tell("leaves when others hold what it alone has; again: at once")
+        self._has_asked = True
+        self._devices[-1].leave()
+        self._print_line("leaves when others hold what it alone has; again: at once")
 
-    def summary(self) -> dict[str, Any]:
+    def build_summary(self) -> dict[str, Any]:
         """Returns the ranks, counts, and bytes by kind of message."""
         return {
-            "ranks": [device.rank for device in self._met],
-            "rounds": sum(device.rounds for device in self._met),
-            "refused": sum(device.refused for device in self._met),
-            "bytes_sent": sum((Counter(device.sent) for device in self._met), Counter()),
-            "left": self._asked,
+            "ranks": [device.rank for device in self._devices],
+            "rounds": sum(device.num_rounds for device in self._devices),
+            "refused": sum(device.num_refused for device in self._devices),
+            "bytes_sent": sum((Counter(device.sent_nbytes) for device in self._devices), Counter()),
+            "left": self._has_asked,
         }

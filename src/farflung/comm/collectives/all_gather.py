@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.coding import Wire, with_side
-from farflung.comm.collectives.segments import copied, cut, others, sum_in_order
-from farflung.comm.pool import scratch_like
-from farflung.network import pieces_of
-from farflung.trees import unshared
+from farflung.comm.collectives.coding import SegmentTransfer, with_metadata
+from farflung.comm.collectives.segments import compute_copy, cut_segments, list_peers, sum_in_order
+from farflung.comm.pool import allocate_like
+from farflung.network import count_pieces
+from farflung.trees import clone_shared
 from farflung.types import Channel, Payload, SegmentCoding
 
 __all__ = ["all_gather"]
 
 
 async def all_gather(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+    channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums in one one-way delay, with half the messages of :func:`farflung.comm.collectives.sharded.direct`.
 
@@ -25,27 +25,27 @@ async def all_gather(
     Arguments and result are those of :func:`farflung.comm.collectives.sharded.direct`.
     """
     if channel.size == 1:
-        return tensor, side
-    transfer = Wire(channel, coding)
+        return tensor, metadata
+    transfer = SegmentTransfer(channel, coding)
     # The sum is written into the tensor, and nothing tells when all receivers have read it: send a copy.
     source = tensor
     if coding is None:
-        source = copied(channel, tensor, scratch_like(tensor))
-    segments = cut(tensor.numel(), pieces_of(tensor.nbytes))
-    hop = channel.hops(len(segments))
+        source = compute_copy(channel, tensor, allocate_like(tensor))
+    segments = cut_segments(tensor.numel(), count_pieces(tensor.nbytes))
+    hop = channel.reserve_hops(len(segments))
     packed = []
     for index, segment in enumerate(segments):
-        piece = transfer.pack(segment.of(source), segment, 1)
-        packed.append(unshared(piece, tensor) if isinstance(piece, Payload) else piece)
-        for peer in others(channel):
-            channel.send(with_side(packed[index], side if index == 0 else None), peer, hop + index)
+        piece = transfer.pack(segment.narrow(source), segment, 1)
+        packed.append(clone_shared(piece, tensor) if isinstance(piece, Payload) else piece)
+        for peer in list_peers(channel):
+            channel.send(with_metadata(packed[index], metadata if index == 0 else None), peer, hop + index)
 
-    total_metadata = side
+    total_metadata = metadata
     for index, segment in enumerate(segments):
-        total = segment.of(tensor)
+        total = segment.narrow(tensor)
         local_part = transfer.unpack(packed[index], total, segment, 1)
         _, all_metadata = await transfer.sum(
-            local_part, segment, hop + index, side if index == 0 else None, total
+            local_part, segment, hop + index, metadata if index == 0 else None, total
         )
         if index == 0:
             total_metadata = sum_in_order(all_metadata)

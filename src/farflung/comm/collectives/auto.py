@@ -8,13 +8,13 @@ from torch import Tensor
 
 from farflung.types import Channel, SegmentCoding
 
-__all__ = ["auto", "usual_collective"]
+__all__ = ["auto", "choose_default_collective"]
 
-WORTH_A_DELAY_NBYTES = 1 << 16
+MAX_EXTRA_NBYTES = 1 << 16
 """Most extra bytes that a rank sends to save one delay, our choice; the only criterion for an unknown network."""
 
 
-def usual_collective(nbytes: int, size: int) -> str:
+def choose_default_collective(nbytes: int, size: int) -> str:
     """Chooses ``all_gather`` if it sends at most 64 KiB more than ``direct`` (always between two), or else ``direct``.
 
     No other collective takes fewer delays, and ``direct`` sends no more than a ring.
@@ -24,11 +24,11 @@ def usual_collective(nbytes: int, size: int) -> str:
       size: Number of replicas.
     """
     more = (size - 1) * (size - 2) * nbytes // size
-    return "all_gather" if more <= WORTH_A_DELAY_NBYTES else "direct"
+    return "all_gather" if more <= MAX_EXTRA_NBYTES else "direct"
 
 
 def auto(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+    channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
 ) -> Awaitable[tuple[Tensor, Tensor]]:
     """Sums by the collective that :func:`farflung.comm.resolve_collective` chose for this size when the run was built.
 
@@ -37,5 +37,7 @@ def auto(
     """
     name = "direct"
     if coding is None:
-        name = channel.auto.get(tensor.nbytes) or usual_collective(tensor.nbytes, channel.size)
-    return channel.collective(name)(channel, tensor, side, coding=coding)
+        name = channel.auto_collectives.get(tensor.nbytes) or choose_default_collective(
+            tensor.nbytes, channel.size
+        )
+    return channel.get_collective(name)(channel, tensor, metadata, coding=coding)

@@ -8,10 +8,10 @@ from functools import partial
 
 from torch import Tensor
 
-from farflung.comm.collectives.segments import copied, summed
-from farflung.comm.staging import on_device
+from farflung.comm.collectives.segments import compute_copy, compute_sum
+from farflung.comm.staging import copy_to_device
 from farflung.errors import ProtocolError
-from farflung.seeding import derive
+from farflung.seeding import derive_seed
 from farflung.types import (
     Channel,
     Codec,
@@ -24,7 +24,7 @@ from farflung.types import (
     TensorSpec,
 )
 
-__all__ = ["Charged", "Coding", "Wire", "with_side"]
+__all__ = ["ChargedCoding", "Coding", "SegmentTransfer", "with_metadata"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,77 +46,79 @@ class Coding:
     codec: Codec
     seeds: Seeds
     step: int
-    left: Tensor | None = None
+    residual: Tensor | None = None
     method: str = ""
 
-    def encode(self, tensor: Tensor, where: Segment, count: int) -> Payload:
+    def encode(self, tensor: Tensor, segment: Segment, count: int) -> Payload:
         """Encodes a segment that sums ``count`` ranks' tensors; does not modify it."""
-        spec = TensorSpec.of(tensor)
-        payload, _ = self.codec.encode(self._state(spec, where, count), tensor, step=self.step, count=count)
-        if self.left is not None:
-            sent = self.decode(payload, spec, where, count)
-            where.of(self.left).add_((tensor - sent).nan_to_num_(0.0, 0.0, 0.0))
+        spec = TensorSpec.from_tensor(tensor)
+        payload, _ = self.codec.encode(
+            self._build_state(spec, segment, count), tensor, step=self.step, count=count
+        )
+        if self.residual is not None:
+            sent = self.decode(payload, spec, segment, count)
+            segment.narrow(self.residual).add_((tensor - sent).nan_to_num_(0.0, 0.0, 0.0))
         return payload
 
-    def decode(self, payload: Payload, spec: TensorSpec, where: Segment, count: int) -> Tensor:
+    def decode(self, payload: Payload, spec: TensorSpec, segment: Segment, count: int) -> Tensor:
         """Decodes a segment to its dense form, bit-identical on all ranks."""
-        state = self._state(spec, where, count)
+        state = self._build_state(spec, segment, count)
         return self.codec.decode(state, payload, spec, step=self.step, count=count)
 
-    def _state(self, spec: TensorSpec, where: Segment, count: int) -> CodecState:
-        if self.codec.stateless:
+    def _build_state(self, spec: TensorSpec, segment: Segment, count: int) -> CodecState:
+        if self.codec.is_stateless:
             return CodecState()
         shared, local = self.seeds
         return self.codec.init(
-            spec, Seeds(derive(shared, where.start, count), derive(local, where.start, count))
+            spec, Seeds(derive_seed(shared, segment.start, count), derive_seed(local, segment.start, count))
         )
 
 
-class Charged:
+class ChargedCoding:
     """A :class:`farflung.types.SegmentCoding` whose work is charged to an exchange."""
 
     def __init__(self, channel: Channel, coding: SegmentCoding) -> None:
         self._channel, self._coding, self.method = channel, coding, coding.method
 
-    def encode(self, tensor: Tensor, where: Segment, count: int) -> Payload:
-        cost = CodingCost("encode", self.method, where.length)
-        return self._channel.compute(cost, partial(self._coding.encode, tensor, where, count))
+    def encode(self, tensor: Tensor, segment: Segment, count: int) -> Payload:
+        cost = CodingCost("encode", self.method, segment.length)
+        return self._channel.compute(cost, partial(self._coding.encode, tensor, segment, count))
 
-    def decode(self, payload: Payload, spec: TensorSpec, where: Segment, count: int) -> Tensor:
-        cost = CodingCost("decode", self.method, where.length)
-        return self._channel.compute(cost, partial(self._coding.decode, payload, spec, where, count))
+    def decode(self, payload: Payload, spec: TensorSpec, segment: Segment, count: int) -> Tensor:
+        cost = CodingCost("decode", self.method, segment.length)
+        return self._channel.compute(cost, partial(self._coding.decode, payload, spec, segment, count))
 
 
-def with_side(packed: Tensor | Payload, side: Tensor | None) -> Payload:
+def with_metadata(packed: Tensor | Payload, metadata: Tensor | None) -> Payload:
     """Returns the message of a segment, with the metadata if there is any.
 
     Sending it gives its tensors away: they must not be modified.
     """
-    return Payload((packed,) if side is None else (packed, side))
+    return Payload((packed,) if metadata is None else (packed, metadata))
 
 
-class Wire:
+class SegmentTransfer:
     """Transfer of segments over a channel, encoded if there is a coding, and with metadata if there is any."""
 
     def __init__(self, channel: Channel, coding: SegmentCoding | None) -> None:
         self._channel = channel
-        self._coding = None if coding is None else Charged(channel, coding)
+        self._coding = None if coding is None else ChargedCoding(channel, coding)
 
-    def pack(self, tensor: Tensor, where: Segment, count: int) -> Tensor | Payload:
+    def pack(self, tensor: Tensor, segment: Segment, count: int) -> Tensor | Payload:
         """Prepares a segment that sums ``count`` ranks' tensors for sending."""
-        return tensor if self._coding is None else self._coding.encode(tensor, where, count)
+        return tensor if self._coding is None else self._coding.encode(tensor, segment, count)
 
-    def unpack(self, packed: Tensor | Payload, like: Tensor, where: Segment, count: int) -> Tensor:
+    def unpack(self, packed: Tensor | Payload, like: Tensor, segment: Segment, count: int) -> Tensor:
         """Restores the dense segment, of the shape and dtype of ``like``."""
         if self._coding is None:
             assert isinstance(packed, Tensor)
             return packed
         assert isinstance(packed, Payload)
-        return self._coding.decode(packed, TensorSpec.of(like), where, count)
+        return self._coding.decode(packed, TensorSpec.from_tensor(like), segment, count)
 
-    def put(self, packed: Tensor | Payload, target: Tensor, where: Segment, count: int) -> None:
+    def unpack_into(self, packed: Tensor | Payload, target: Tensor, segment: Segment, count: int) -> None:
         """Restores the dense segment in ``target``."""
-        copied(self._channel, self.unpack(packed, target, where, count), target)
+        compute_copy(self._channel, self.unpack(packed, target, segment, count), target)
 
     async def recv(self, src: int, hop: int, like: Tensor) -> tuple[Tensor | Payload, Tensor | None]:
         """Receives a packed segment that is dense like ``like``, and the metadata if it is included."""
@@ -125,14 +127,14 @@ class Wire:
             if isinstance(packed, Payload) or (packed.dtype == like.dtype and packed.shape == like.shape):
                 metadata = extras[0] if extras else None
                 assert metadata is None or isinstance(metadata, Tensor)
-                (packed,) = on_device(Payload((packed,)), like.device).parts
+                (packed,) = copy_to_device(Payload((packed,)), like.device).parts
                 return packed, metadata
         raise ProtocolError(
             f"rank {src} sent another kind of segment than was due: do all ranks run the same model and recipe?"
         )
 
     async def sum(
-        self, own: Tensor, where: Segment, hop: int, side: Tensor | None, out: Tensor | None = None
+        self, tensor: Tensor, segment: Segment, hop: int, metadata: Tensor | None, out: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """Receives the segments of all other ranks and adds them in rank order, whatever their order of arrival.
 
@@ -149,10 +151,10 @@ class Wire:
         parts, all_metadata = [], []
         for peer in range(self._channel.size):
             if peer == self._channel.rank:
-                part, extra = own, side
+                part, extra = tensor, metadata
             else:
-                packed, extra = await self.recv(peer, hop, own)
-                part = self.unpack(packed, own, where, 1)
+                packed, extra = await self.recv(peer, hop, tensor)
+                part = self.unpack(packed, tensor, segment, 1)
             parts.append(part)
             if extra is not None:
                 all_metadata.append(extra)
@@ -160,4 +162,4 @@ class Wire:
 
     def add(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """Sums the parts, first to last, in ``out``, which is not a part, or in a new tensor."""
-        return summed(self._channel, parts, out)
+        return compute_sum(self._channel, parts, out)

@@ -26,6 +26,6 @@ class Collective:
 
     run: AllReduce
     cost_s: Cost | None = None
-    messages: Callable[[int], int] | None = None
-    in_rank_order: bool = False
-    by_backend: bool = False
+    count_messages: Callable[[int], int] | None = None
+    is_rank_ordered: bool = False
+    is_native: bool = False

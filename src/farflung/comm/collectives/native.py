@@ -11,7 +11,7 @@ __all__ = ["native"]
 
 
 async def native(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+    channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums by the backend; arguments and result as :func:`farflung.comm.collectives.sharded.direct`.
 
@@ -23,7 +23,7 @@ async def native(
     if coding is not None:
         raise Unsupported("collective 'native' cannot carry a codec inside it: use ring or direct")
     if channel.size == 1:
-        return tensor, side
+        return tensor, metadata
     summed = channel.all_reduce(tensor)
-    total_metadata = channel.all_reduce(side)
+    total_metadata = channel.all_reduce(metadata)
     return await summed, await total_metadata

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.coding import Wire, with_side
-from farflung.comm.collectives.segments import cut
+from farflung.comm.collectives.coding import SegmentTransfer, with_metadata
+from farflung.comm.collectives.segments import cut_segments
 from farflung.types import Channel, SegmentCoding
 
 __all__ = ["ring"]
 
 
 async def ring(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+    channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums by reduce-scatter, then all-gather, each in ``n - 1`` hops to the next rank.
 
@@ -27,35 +27,35 @@ async def ring(
     """
     rank, size = channel.rank, channel.size
     if size == 1:
-        return tensor, side
-    transfer = Wire(channel, coding)
-    hop = channel.hops(2 * (size - 1))
+        return tensor, metadata
+    transfer = SegmentTransfer(channel, coding)
+    hop = channel.reserve_hops(2 * (size - 1))
     successor, predecessor = (rank + 1) % size, (rank - 1) % size
-    places = cut(tensor.numel(), size)
-    segments = [place.of(tensor) for place in places]
-    extras = {0: side} if rank == 0 else {}
+    places = cut_segments(tensor.numel(), size)
+    segments = [place.narrow(tensor) for place in places]
+    extras = {0: metadata} if rank == 0 else {}
 
     packed = transfer.pack(segments[rank], places[rank], 1)
     for k in range(size - 1):
         sending, receiving = (rank - k) % size, (rank - k - 1) % size
-        channel.send(with_side(packed, extras.get(sending)), successor, hop + k)
+        channel.send(with_metadata(packed, extras.get(sending)), successor, hop + k)
         segment, place = segments[receiving], places[receiving]
         received, partial_metadata = await transfer.recv(predecessor, hop + k, segment)
         if partial_metadata is not None:
-            extras[receiving] = partial_metadata + side
+            extras[receiving] = partial_metadata + metadata
         packed = transfer.pack(
             transfer.add([transfer.unpack(received, segment, place, k + 1), segment]), place, k + 2
         )
 
     hop += size - 1
     complete = (rank + 1) % size
-    transfer.put(packed, segments[complete], places[complete], size)
+    transfer.unpack_into(packed, segments[complete], places[complete], size)
     for k in range(size - 1):
         sending, receiving = (rank + 1 - k) % size, (rank - k) % size
-        channel.send(with_side(packed, extras.get(sending)), successor, hop + k)
+        channel.send(with_metadata(packed, extras.get(sending)), successor, hop + k)
         target = segments[receiving]
         packed, total_metadata = await transfer.recv(predecessor, hop + k, target)
         if total_metadata is not None:
             extras[receiving] = total_metadata
-        transfer.put(packed, target, places[receiving], size)
+        transfer.unpack_into(packed, target, places[receiving], size)
     return tensor, extras[0]

@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from farflung.comm.pool import scratch_like
+from farflung.comm.pool import allocate_like
 from farflung.types import Channel, CodingCost, Segment
 
-__all__ = ["copied", "cut", "others", "sum_in_order", "summed"]
+__all__ = ["compute_copy", "compute_sum", "cut_segments", "list_peers", "sum_in_order"]
 
 
-def cut(numel: int, parts: int, start: int = 0) -> list[Segment]:
+def cut_segments(numel: int, parts: int, start: int = 0) -> list[Segment]:
     """Cuts a flat tensor into segments that differ in length by at most one element, the longer ones first."""
     base, longer = divmod(numel, parts)
     segments = []
@@ -25,7 +25,7 @@ def cut(numel: int, parts: int, start: int = 0) -> list[Segment]:
     return segments
 
 
-def others(channel: Channel) -> list[int]:
+def list_peers(channel: Channel) -> list[int]:
     """Lists the other ranks, starting with each rank's next neighbour so that not all send to the same one."""
     return [(channel.rank + offset) % channel.size for offset in range(1, channel.size)]
 
@@ -33,7 +33,7 @@ def others(channel: Channel) -> list[int]:
 def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Sums the parts, first to last, in ``out``, which is not a part, or in a new tensor."""
     if out is None:
-        out = scratch_like(parts[0])
+        out = allocate_like(parts[0])
     if len(parts) == 1:
         return out.copy_(parts[0])
     total = torch.add(parts[0], parts[1], out=out)
@@ -42,14 +42,14 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     return total
 
 
-def copied(channel: Channel, source: Tensor, target: Tensor) -> Tensor:
+def compute_copy(channel: Channel, source: Tensor, target: Tensor) -> Tensor:
     """Copies ``source`` into ``target``, unless they share memory, as a charged part of an exchange."""
     is_same = source.data_ptr() == target.data_ptr()
     copy = partial(target.copy_, source)
     return channel.compute(CodingCost("copy", "", target.numel()), (lambda: target) if is_same else copy)
 
 
-def summed(channel: Channel, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+def compute_sum(channel: Channel, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Sums by :func:`sum_in_order`, as a charged part of an exchange."""
     cost = CodingCost("add", "", (len(parts) - 1) * parts[0].numel())
     return channel.compute(cost, partial(sum_in_order, parts, out))

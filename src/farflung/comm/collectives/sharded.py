@@ -8,47 +8,47 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.coding import Wire, with_side
-from farflung.comm.collectives.segments import cut, others, sum_in_order
-from farflung.network import pieces_of
+from farflung.comm.collectives.coding import SegmentTransfer, with_metadata
+from farflung.comm.collectives.segments import cut_segments, list_peers, sum_in_order
+from farflung.network import count_pieces
 from farflung.types import Channel, Segment, SegmentCoding
 
 __all__ = [
-    "all_own",
+    "count_all_owners",
+    "count_half_owners",
+    "count_one_owner",
+    "cut_shards",
     "direct",
-    "half_own",
     "multi_parameter_server",
-    "one_owns",
     "parameter_server",
-    "shards_of",
 ]
 
 
-def all_own(size: int) -> int:
+def count_all_owners(size: int) -> int:
     """Counts the owners among ``size`` ranks if all own a shard; owners are always the first ranks."""
     return size
 
 
-def half_own(size: int) -> int:
+def count_half_owners(size: int) -> int:
     """Counts the owners if half the ranks, rounded up, own a shard."""
     return (size + 1) // 2
 
 
-def one_owns(size: int) -> int:
+def count_one_owner(size: int) -> int:
     """Counts the owners if only rank 0 owns a shard."""
     del size
     return 1
 
 
-def shards_of(numel: int, element_nbytes: int, owners: int) -> list[list[Segment]]:
+def cut_shards(numel: int, element_nbytes: int, owners: int) -> list[list[Segment]]:
     """Cuts a tensor into each owner's shard, and each shard into pieces, equally many for all."""
-    shards = cut(numel, owners)
-    pieces = pieces_of(shards[0].length * element_nbytes)
-    return [cut(shard.length, pieces, shard.start) for shard in shards]
+    shards = cut_segments(numel, owners)
+    pieces = count_pieces(shards[0].length * element_nbytes)
+    return [cut_segments(shard.length, pieces, shard.start) for shard in shards]
 
 
 async def direct(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+    channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums with one shard for every rank: the latency of two one-way delays, the traffic of a ring.
 
@@ -61,68 +61,68 @@ async def direct(
     Returns:
       The sums of tensor and metadata over all ranks, bit-identical on all of them.
     """
-    return await _by_owners(channel, tensor, side, all_own(channel.size), coding)
+    return await _reduce_by_owners(channel, tensor, metadata, count_all_owners(channel.size), coding)
 
 
 async def parameter_server(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+    channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums everything on rank 0, which sends it back; arguments and result as :func:`direct`."""
-    return await _by_owners(channel, tensor, side, one_owns(channel.size), coding)
+    return await _reduce_by_owners(channel, tensor, metadata, count_one_owner(channel.size), coding)
 
 
 async def multi_parameter_server(
-    channel: Channel, tensor: Tensor, side: Tensor, *, coding: SegmentCoding | None = None
+    channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums on half the ranks, rounded up, each of which owns a shard; arguments and result as :func:`direct`.
 
     The number of servers is our choice: with all ranks as servers this is :func:`direct`.
     """
-    return await _by_owners(channel, tensor, side, half_own(channel.size), coding)
+    return await _reduce_by_owners(channel, tensor, metadata, count_half_owners(channel.size), coding)
 
 
-async def _by_owners(
-    channel: Channel, tensor: Tensor, side: Tensor, owners: int, coding: SegmentCoding | None
+async def _reduce_by_owners(
+    channel: Channel, tensor: Tensor, metadata: Tensor, num_owners: int, coding: SegmentCoding | None
 ) -> tuple[Tensor, Tensor]:
     rank, size = channel.rank, channel.size
     if size == 1:
-        return tensor, side
-    transfer = Wire(channel, coding)
-    owned = shards_of(tensor.numel(), tensor.element_size(), owners)
-    views = [[place.of(tensor) for place in shard] for shard in owned]
+        return tensor, metadata
+    transfer = SegmentTransfer(channel, coding)
+    owned = cut_shards(tensor.numel(), tensor.element_size(), num_owners)
+    views = [[place.narrow(tensor) for place in shard] for shard in owned]
     pieces = len(owned[0])
-    hop = channel.hops(2 * pieces)
-    everyone_owns = owners == size
-    peers = others(channel)
+    hop = channel.reserve_hops(2 * pieces)
+    everyone_owns = num_owners == size
+    peers = list_peers(channel)
 
     if coding is None:
         for owner in peers:
-            if owner < owners:
+            if owner < num_owners:
                 for piece in range(pieces):
-                    channel.land(owner, hop + 2 * piece + 1, views[owner][piece])
+                    channel.post_recv_buffer(owner, hop + 2 * piece + 1, views[owner][piece])
     for piece in range(pieces):
         for owner in peers:
-            if owner < owners:
+            if owner < num_owners:
                 packed = transfer.pack(views[owner][piece], owned[owner][piece], 1)
-                channel.send(with_side(packed, side if piece == 0 else None), owner, hop + 2 * piece)
+                channel.send(with_metadata(packed, metadata if piece == 0 else None), owner, hop + 2 * piece)
 
-    total_metadata = side
-    if rank < owners:
+    total_metadata = metadata
+    if rank < num_owners:
         for piece, (piece_view, place) in enumerate(zip(views[rank], owned[rank], strict=True)):
-            total, all_metadata = await transfer.sum(piece_view, place, hop + 2 * piece, side)
+            total, all_metadata = await transfer.sum(piece_view, place, hop + 2 * piece, metadata)
             if piece == 0:
                 total_metadata = sum_in_order(all_metadata)
             packed = transfer.pack(total, place, size)
             extra = total_metadata if piece == 0 and not everyone_owns else None
             for peer in peers:
-                channel.send(with_side(packed, extra), peer, hop + 2 * piece + 1)
-            transfer.put(packed, piece_view, place, size)
+                channel.send(with_metadata(packed, extra), peer, hop + 2 * piece + 1)
+            transfer.unpack_into(packed, piece_view, place, size)
 
     for piece in range(pieces):
         for owner in peers:
-            if owner < owners:
+            if owner < num_owners:
                 target = views[owner][piece]
                 packed, extra = await transfer.recv(owner, hop + 2 * piece + 1, target)
-                transfer.put(packed, target, owned[owner][piece], size)
+                transfer.unpack_into(packed, target, owned[owner][piece], size)
                 total_metadata = total_metadata if extra is None else extra
     return tensor, total_metadata

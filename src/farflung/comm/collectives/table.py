@@ -11,47 +11,47 @@ from farflung.comm.collectives.collective import Collective
 from farflung.comm.collectives.native import native
 from farflung.comm.collectives.ring import ring
 from farflung.comm.collectives.sharded import (
-    all_own,
+    count_all_owners,
+    count_half_owners,
+    count_one_owner,
     direct,
-    half_own,
     multi_parameter_server,
-    one_owns,
     parameter_server,
 )
 from farflung.errors import UnknownName
-from farflung.network.costs import gather_s, owners_s, ring_s
+from farflung.network.costs import predict_all_gather_s, predict_ring_s, predict_sharded_s
 from farflung.types import AllReduce
 
-__all__ = ["AUTO", "COLLECTIVES", "collective_named"]
+__all__ = ["AUTO", "COLLECTIVES", "find_collective"]
 
 AUTO = "auto"
 """Name that :func:`farflung.comm.resolve_collective` replaces by another."""
 
 
-def _by_owners(run: AllReduce, owners: Callable[[int], int]) -> Collective:
+def _build_sharded(run: AllReduce, count_owners: Callable[[int], int]) -> Collective:
     return Collective(
         run,
-        partial(owners_s, owners),
-        messages=lambda size: 2 * owners(size) * (size - 1),
-        in_rank_order=True,
+        partial(predict_sharded_s, count_owners),
+        count_messages=lambda size: 2 * count_owners(size) * (size - 1),
+        is_rank_ordered=True,
     )
 
 
 COLLECTIVES: dict[str, Collective] = {
-    "direct": _by_owners(direct, all_own),
+    "direct": _build_sharded(direct, count_all_owners),
     "all_gather": Collective(
-        all_gather, gather_s, messages=lambda size: size * (size - 1), in_rank_order=True
+        all_gather, predict_all_gather_s, count_messages=lambda size: size * (size - 1), is_rank_ordered=True
     ),
-    "ring": Collective(ring, ring_s, messages=lambda size: 2 * size * (size - 1)),
-    "multi_parameter_server": _by_owners(multi_parameter_server, half_own),
-    "parameter_server": _by_owners(parameter_server, one_owns),
+    "ring": Collective(ring, predict_ring_s, count_messages=lambda size: 2 * size * (size - 1)),
+    "multi_parameter_server": _build_sharded(multi_parameter_server, count_half_owners),
+    "parameter_server": _build_sharded(parameter_server, count_one_owner),
     AUTO: Collective(auto),
-    "native": Collective(native, by_backend=True),
+    "native": Collective(native, is_native=True),
 }
 """Collectives by name. Add your own before the run is built."""
 
 
-def collective_named(name: str) -> Collective:
+def find_collective(name: str) -> Collective:
     """Finds a collective by its name.
 
     Raises:

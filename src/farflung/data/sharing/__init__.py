@@ -2,25 +2,25 @@
 
 from typing import TYPE_CHECKING
 
-from farflung.lazy import lazy
+from farflung.lazy import build_lazy_attributes
 from farflung.spec import Registry
 from farflung.types import Sharing
 
 if TYPE_CHECKING:
     from farflung.data.sharing.injection import Injection
-    from farflung.data.sharing.ownership import MovingSharing
+    from farflung.data.sharing.ownership import PermanentSharing
     from farflung.data.sharing.resharding import Resharding
 else:
-    __getattr__, __dir__ = lazy(
+    __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
             "injection": "Injection",
-            "ownership": "MovingSharing",
+            "ownership": "PermanentSharing",
             "resharding": "Resharding",
         },
     )
 
-__all__ = ["SHARINGS", "Injection", "MovingSharing", "NoSharing", "Resharding"]
+__all__ = ["SHARINGS", "Injection", "NoSharing", "PermanentSharing", "Resharding"]
 
 
 class NoSharing(Sharing):

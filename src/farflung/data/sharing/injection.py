@@ -7,10 +7,10 @@ import math
 import torch
 from typing_extensions import override
 
-from farflung.comm.collectives.segments import others
+from farflung.comm.collectives.segments import list_peers
 from farflung.errors import ProtocolError
-from farflung.options import part_option
-from farflung.seeding import generator
+from farflung.options import check_fraction
+from farflung.seeding import create_generator
 from farflung.types import Batch, Channel, Payload, Samples, Sharing
 
 __all__ = ["Injection"]
@@ -41,29 +41,29 @@ class Injection(Sharing):
     ``keep_batch``: Tyagi & Swany 2023 (SelSync), section III-D.
     """
 
-    data_leaves_device = True
+    has_data_transfers = True
 
     def __init__(self, seed: int, alpha: float = 0.5, beta: float = 0.5, *, keep_batch: bool = False) -> None:
-        part_option("sharing injection", "alpha", alpha)
-        part_option("sharing injection", "beta", beta)
+        check_fraction("sharing injection", "alpha", alpha)
+        check_fraction("sharing injection", "beta", beta)
         self._seed, self._alpha, self._beta, self._keeps_batch = seed, alpha, beta, keep_batch
 
     @override
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Returns True."""
         del step
         return True
 
     @override
-    def own(self, wanted: int, size: int) -> int:
+    def get_local_batch_size(self, batch_size: int, size: int) -> int:
         """Returns the batch size that leaves room for received samples."""
         if not self._keeps_batch:
-            return wanted
-        return max(1, round(wanted / (1 + self._alpha * self._beta * size)))
+            return batch_size
+        return max(1, round(batch_size / (1 + self._alpha * self._beta * size)))
 
-    def senders(self, step: int, size: int) -> list[int]:
+    def choose_senders(self, step: int, size: int) -> list[int]:
         """Chooses the ranks that send at a step, in order."""
-        order = torch.randperm(size, generator=generator(self._seed, "senders", step))
+        order = torch.randperm(size, generator=create_generator(self._seed, "senders", step))
         return sorted(order[: math.ceil(self._alpha * size)].tolist())
 
     @override
@@ -74,28 +74,28 @@ class Injection(Sharing):
           ProtocolError: Rows of another kind were received.
         """
         del samples
-        senders, hop = self.senders(step, channel.size), channel.hops(1)
+        senders, hop = self.choose_senders(step, channel.size), channel.reserve_hops(1)
         if channel.rank in senders:
             count = int(self._beta * len(rows))
             sent = Payload((rows.inputs[:count], rows.targets[:count]))
-            for peer in others(channel):
+            for peer in list_peers(channel):
                 channel.send(sent, peer, hop)
         batches = [rows]
         for rank in senders:
             if rank != channel.rank:
-                batches.append(_rows(await channel.recv(rank, hop), rows, rank))
+                batches.append(_check_rows(await channel.recv(rank, hop), rows, rank))
         return Batch(
             torch.cat([part.inputs for part in batches]), torch.cat([part.targets for part in batches])
         )
 
 
-def _rows(received: Payload, like: Batch, rank: int) -> Batch:
-    tensors = tuple(received.tensors())
+def _check_rows(received: Payload, expected: Batch, rank: int) -> Batch:
+    tensors = tuple(received.iter_tensors())
     if len(tensors) == 2:
         inputs, targets = tensors
         is_compatible = all(
             tensor.dtype == ref.dtype and tensor.shape[1:] == ref.shape[1:] and tensor.dim() == ref.dim()
-            for tensor, ref in ((inputs, like.inputs), (targets, like.targets))
+            for tensor, ref in ((inputs, expected.inputs), (targets, expected.targets))
         )
         if is_compatible and len(inputs) == len(targets):
             return Batch(inputs, targets)

@@ -17,15 +17,15 @@ from farflung.tasks import Pending
 from farflung.types import (
     Channel,
     Gate,
-    Moved,
     Runtime,
+    SampleBatch,
     SampleIds,
     Sampler,
     Sharing,
     State,
 )
 
-__all__ = ["MovingSharing", "Ownership"]
+__all__ = ["Ownership", "PermanentSharing"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,32 +44,32 @@ class _Round:
     places: SampleIds
     scores: Tensor | None
     channel: ExchangeChannel
-    came: Pending[Moved]
+    incoming: Pending[SampleBatch]
 
 
-class MovingSharing(Sharing):
+class PermanentSharing(Sharing):
     """Sharing that moves samples permanently, in rounds concurrent with training.
 
     In a round each replica has one partner at most. It keeps drawing from the samples that it gives away until the
     round takes effect, at a step fixed when the round begins. The partner's samples then take their places.
     """
 
-    data_leaves_device = moves_samples = True
+    has_data_transfers = is_permanent = True
 
-    def begins(self, step: int) -> bool:
+    def should_begin(self, step: int) -> bool:
         """Returns True if a round begins at ``step``; equal on all replicas, and never before the last has ended."""
         del step
         return False
 
-    def due_step(self, step: int) -> int:
+    def get_due_step(self, step: int) -> int:
         """Returns the later step before whose batch the round of ``step`` takes effect; equal on all."""
         raise NotImplementedError
 
-    def partner(self, step: int, rank: int, size: int) -> int | None:
+    def find_partner(self, step: int, rank: int, size: int) -> int | None:
         """Returns the rank that a replica swaps with in the round that begins at ``step``; ``None``: with none."""
         raise NotImplementedError
 
-    def outgoing(self, held: int, sampler: Sampler, *, step: int, rank: int) -> SampleIds:
+    def choose_outgoing(self, num_samples: int, sampler: Sampler, *, step: int, rank: int) -> SampleIds:
         """Returns the places of the samples to give away; any prefix of them is as good a choice.
 
         Args:
@@ -80,7 +80,7 @@ class MovingSharing(Sharing):
         """
         raise NotImplementedError
 
-    async def swap(self, channel: Channel, partner: int, given: Moved, gate: Gate) -> Moved:
+    async def swap(self, channel: Channel, partner: int, outgoing: SampleBatch, gate: Gate) -> SampleBatch:
         """Carries out one round of one replica.
 
         Args:
@@ -90,19 +90,19 @@ class MovingSharing(Sharing):
           gate: Gate that admits messages.
 
         Returns:
-          The partner's samples; they replace as many of ``outgoing``, the first ones.
+          The partner's samples; they replace as many of ``choose_outgoing``, the first ones.
         """
         raise NotImplementedError
 
     @override
-    def extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
-        if loop.held is None:
+    def build_extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
+        if loop.holding is None:
             raise ConfigError(
                 f"sharing {type(self).__name__}: moves samples between shares, and all replicas draw from the whole "
                 "set: give each a share (--partition iid)"
             )
         return (
-            Ownership(self, loop.runtime, loop.held, loop.sampler, loop.engine.gate, loop.training.steps),
+            Ownership(self, loop.runtime, loop.holding, loop.sampler, loop.engine.gate, loop.training.steps),
         )
 
 
@@ -126,37 +126,37 @@ class Ownership(Extension):
 
     def __init__(
         self,
-        sharing: MovingSharing,
+        sharing: PermanentSharing,
         runtime: Runtime,
-        held: Holding,
+        holding: Holding,
         sampler: Sampler,
         gate: Gate,
         steps: int,
     ) -> None:
-        self._sharing, self._runtime, self._held, self._gate = sharing, runtime, held, gate
+        self._sharing, self._runtime, self._holding, self._gate = sharing, runtime, holding, gate
         self._sampler, self._steps = sampler, steps
         self._round: _Round | None = None
         self.sent_nbytes = 0
 
     @override
-    async def before_step(self, step: int) -> None:
+    async def prepare_step(self, step: int) -> None:
         """Finishes the round that is due before the batch of ``step``, and begins one if this step begins a round."""
         active_round = self._round
-        if active_round is not None and self._sharing.due_step(active_round.step) <= step:
-            incoming = await active_round.came
+        if active_round is not None and self._sharing.get_due_step(active_round.step) <= step:
+            incoming = await active_round.incoming
             self.sent_nbytes += active_round.channel.sent_nbytes
             self._round = None
-            self._settle(active_round, incoming)
-        if self._sharing.begins(step) and self._sharing.due_step(step) < self._steps:
+            self._apply_round(active_round, incoming)
+        if self._sharing.should_begin(step) and self._sharing.get_due_step(step) < self._steps:
             rank = self._runtime.comm.rank
-            places = self._sharing.outgoing(len(self._held), self._sampler, step=step, rank=rank)
-            self._begin(step, places, self._sampler.scores_of(places))
+            places = self._sharing.choose_outgoing(len(self._holding), self._sampler, step=step, rank=rank)
+            self._begin_round(step, places, self._sampler.get_scores(places))
 
     @override
     async def finish(self) -> None:
         """Waits for a round in flight without applying it; a resumed run repeats it."""
         if self._round is not None:
-            await self._round.came
+            await self._round.incoming
             self.sent_nbytes += self._round.channel.sent_nbytes
             self._round = None
 
@@ -169,7 +169,7 @@ class Ownership(Extension):
     @override
     def state_dict(self) -> State:
         """Returns the ids in the order of their places, and the start of a round in flight."""
-        state: State = {"ids": self._held.ids.clone(), "round": {}, "sent_nbytes": self.sent_nbytes}
+        state: State = {"ids": self._holding.ids.clone(), "round": {}, "sent_nbytes": self.sent_nbytes}
         if self._round is not None:
             scores = {} if self._round.scores is None else {"scores": self._round.scores}
             state["round"] = {"step": self._round.step, "places": self._round.places, **scores}
@@ -178,30 +178,30 @@ class Ownership(Extension):
     @override
     def load_state_dict(self, state: State) -> None:
         """Continues from :meth:`state_dict`, and begins a round again that was in flight."""
-        self._held.load_ids(state["ids"])
+        self._holding.load_ids(state["ids"])
         self.sent_nbytes = state["sent_nbytes"]
         self.sent_nbytes = state["sent_nbytes"]
         if round_state := state["round"]:
-            self._begin(round_state["step"], round_state["places"], round_state.get("scores"))
+            self._begin_round(round_state["step"], round_state["places"], round_state.get("scores"))
 
-    def _begin(self, step: int, places: SampleIds, scores: Tensor | None) -> None:
+    def _begin_round(self, step: int, places: SampleIds, scores: Tensor | None) -> None:
         comm = self._runtime.comm
-        partner = self._sharing.partner(step, comm.rank, comm.size)
+        partner = self._sharing.find_partner(step, comm.rank, comm.size)
         if partner is None:
             return
-        outgoing = Moved(self._held.ids[places], self._held.rows(places), scores)
-        channel = ExchangeChannel(comm, Purpose.SHARING.at(step), 0)
+        outgoing = SampleBatch(self._holding.ids[places], self._holding.get_rows(places), scores)
+        channel = ExchangeChannel(comm, Purpose.SHARING.build_exchange_id(step), 0)
         incoming = self._runtime.launch(self._sharing.swap(channel, partner, outgoing, self._gate))
         self._round = _Round(step, places, scores, channel, incoming)
 
-    def _settle(self, under_way: _Round, came: Moved) -> None:
-        total = len(self._held.data)
-        if int(came.ids.min()) < 0 or int(came.ids.max()) >= total:
+    def _apply_round(self, current: _Round, incoming: SampleBatch) -> None:
+        total = len(self._holding.data)
+        if int(incoming.ids.min()) < 0 or int(incoming.ids.max()) >= total:
             raise ProtocolError(
-                f"samples swapped at step {under_way.step} are none of the {total} of the training set: do all ranks "
+                f"samples swapped at step {current.step} are none of the {total} of the training set: do all ranks "
                 "train on the same?"
             )
-        places = under_way.places[: len(came)]
-        self._held.exchange(places, came.ids, came.rows)
-        if came.scores is not None:
-            self._sampler.incoming(places, came.scores)
+        places = current.places[: len(incoming)]
+        self._holding.replace_samples(places, incoming.ids, incoming.rows)
+        if incoming.scores is not None:
+            self._sampler.replace_samples(places, incoming.scores)

@@ -14,30 +14,30 @@ from typing_extensions import override
 
 from farflung.codecs import QSGD
 from farflung.codecs.base import check_floating
-from farflung.codecs.qsgd import quantization
+from farflung.codecs.qsgd import resolve_levels
 from farflung.comm import Coding
 from farflung.errors import ConfigError, Unsupported
-from farflung.options import choice_option, number_option, share_option, whole_option
-from farflung.reducers.aggregation import Exchange
+from farflung.options import check_choice, check_integer, check_number, check_share
+from farflung.reducers.aggregation import CodecExchange
 from farflung.reducers.base import (
+    build_result,
+    cast_mean,
     check_rounds,
-    mean_of,
-    method_of,
-    method_of_rounds,
-    numerator,
-    reduced,
-    rounded,
-    side_of,
+    compute_mean,
+    compute_numerator,
+    get_codec_method,
+    get_reducer_method,
+    pack_metadata,
 )
 from farflung.reducers.gradiveq import window
-from farflung.reducers.gradiveq.slices import Coder, Layout, ring
+from farflung.reducers.gradiveq.slices import Layout, SliceCoder, reduce_ring
 from farflung.types import (
     Channel,
     CodecState,
     CodingCost,
     Contribution,
-    Reduced,
     Reducer,
+    ReduceResult,
     Seeds,
     State,
     StateSlot,
@@ -46,11 +46,11 @@ from farflung.types import (
 
 __all__ = ["GradiVeQ"]
 
-_RATIO = 32.0
+_DEFAULT_RATIO = 32.0
 """Default of ``ratio``."""
 _NO_VOTE: State = {"vote": 0.0, "start": None}
 """Local state at the start of a window."""
-_NOTHING_LEFT: State = {"residual": {}}
+_NO_RESIDUAL: State = {"residual": {}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,47 +116,47 @@ class GradiVeQ(Reducer):
 
     def __post_init__(self) -> None:
         name = "gradiveq"
-        whole_option(name, "slice_size", self.slice_size, 1, 4096)
+        check_integer(name, "slice_size", self.slice_size, 1, 4096)
         if self.ratio is not None and self.variance_left is not None:
             raise ConfigError(f"{name}: give ratio or variance_left, not both")
         if self.ratio is not None:
-            number_option(name, "ratio", self.ratio, 1)
+            check_number(name, "ratio", self.ratio, 1)
         if self.variance_left is not None:
-            share_option(name, "variance_left", self.variance_left)
-        whole_option(name, "warm_up", self.warm_up, 0)
-        whole_option(name, "sample_steps", self.sample_steps, 2)
-        whole_option(name, "compress_steps", self.compress_steps, 2)
-        choice_option(name, "windows", self.windows, ("spread", "paper"))
-        if self._spread and self.compress_steps < self.sample_steps:
+            check_share(name, "variance_left", self.variance_left)
+        check_integer(name, "warm_up", self.warm_up, 0)
+        check_integer(name, "sample_steps", self.sample_steps, 2)
+        check_integer(name, "compress_steps", self.compress_steps, 2)
+        check_choice(name, "windows", self.windows, ("spread", "paper"))
+        if self._is_spread and self.compress_steps < self.sample_steps:
             raise ConfigError(
                 f"{name}: spread windows need compress_steps of at least sample_steps, and {self.compress_steps} is "
                 f"less than {self.sample_steps}"
             )
         if self.sample_bits is not None:
-            quantization(name, self.sample_bits, None)
-        number_option(name, "drift", self.drift, 1)
+            resolve_levels(name, self.sample_bits, None)
+        check_number(name, "drift", self.drift, 1)
         check_rounds(name, self.collective)
 
     @property
     def method(self) -> str:
         """Name of the arithmetic for coding costs."""
-        return method_of_rounds(self)
+        return get_reducer_method(self)
 
     @property
-    def _spread(self) -> bool:
+    def _is_spread(self) -> bool:
         return self.windows == "spread"
 
     @property
-    def _every(self) -> int:
+    def _sample_period(self) -> int:
         """Number of exchanges from one sample to the next in spread windows."""
         return 1 + self.compress_steps // self.sample_steps
 
     @override
-    def exchanges_until(self, times: int) -> int:
+    def count_exchanges(self, times: int) -> int:
         """Counts whole windows; of the last, the samples, the confirmation and one compressed exchange."""
         window_exchanges = self.sample_steps + self.compress_steps
-        if self._spread:
-            window_exchanges = self.sample_steps * self._every + 1
+        if self._is_spread:
+            window_exchanges = self.sample_steps * self._sample_period + 1
         return (times - 1) * window_exchanges + self.sample_steps + 2
 
     @override
@@ -171,14 +171,14 @@ class GradiVeQ(Reducer):
           ConfigError: The run ends before the samples of the first window are complete.
           Unsupported: The model has no parameter to cut.
         """
-        if not any(self._layout(spec).layers for spec in specs):
+        if not any(self._build_layout(spec).layers for spec in specs):
             raise Unsupported(
                 "reducer gradiveq compresses matrices and convolutions, and this model has neither: use reducer codec"
                 if self.matrices
                 else "reducer gradiveq compresses convolutions, and this model has none: try gradiveq(matrices=True), "
                 "or powersgd"
             )
-        first = self.warm_up + self.exchanges_until(1)
+        first = self.warm_up + self.count_exchanges(1)
         if steps is not None and steps < first:
             raise ConfigError(
                 f"gradiveq: warm_up {self.warm_up} and sample_steps {self.sample_steps} leave nothing to compress in a "
@@ -193,62 +193,77 @@ class GradiVeQ(Reducer):
           Unsupported: The tensor is not floating.
         """
         check_floating("gradiveq", spec)
-        shared = window.begin(seeds.shared, self._layout(spec))
-        return CodecState(shared, {"seed": seeds.own, **_NO_VOTE, **_NOTHING_LEFT})
+        shared = window.init_window(seeds.shared, self._build_layout(spec))
+        return CodecState(shared, {"seed": seeds.local, **_NO_VOTE, **_NO_RESIDUAL})
 
     @override
-    def summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
+    def list_summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
         """Returns the bytes of a dense sample; the size of compressed gradients is not known in advance."""
-        is_sampled = self.sample_bits is not None and self._layout(spec).layers
+        is_sampled = self.sample_bits is not None and self._build_layout(spec).layers
         return () if is_sampled else (spec.nbytes,)
 
     @override
-    async def reduce(self, channel: Channel, slot: StateSlot, own: Contribution, *, step: int) -> Reduced:
+    async def reduce(
+        self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
+    ) -> ReduceResult:
         state, local = slot.state.shared, slot.state.local
         if step < self.warm_up or not state["layout"]["layers"]:
-            exchange = Exchange(channel, self.collective, side_of(own), step, own.tensor.dtype)
-            return reduced(channel, *await exchange.sum_dense(numerator(channel, own)), own.tensor.dtype)
+            exchange = CodecExchange(
+                channel, self.collective, pack_metadata(contribution), step, contribution.tensor.dtype
+            )
+            return build_result(
+                channel,
+                *await exchange.sum_dense(compute_numerator(channel, contribution)),
+                contribution.tensor.dtype,
+            )
         phase, method = state["phase"], self.method
-        cost = partial(CodingCost, method=method, numel=own.tensor.numel())
+        cost = partial(CodingCost, method=method, numel=contribution.tensor.numel())
         numbers = [local["vote"]] if phase == "compress" else []
         if phase == "confirm":
-            numbers = channel.compute(cost("hash"), partial(window.fingerprint, window.list_bases(state)))
-        packed = torch.cat((side_of(own), torch.tensor(numbers, dtype=torch.float64)))
-        exchange = Exchange(channel, self.collective, packed, step, own.tensor.dtype)
-        tensor, residual = numerator(channel, own), local["residual"].get("all")
-        slot.state = CodecState(state, {**local, **_NOTHING_LEFT})
-        unsent = torch.zeros_like(tensor) if self._spread else None
+            numbers = channel.compute(
+                cost("hash"), partial(window.compute_fingerprint, window.list_bases(state))
+            )
+        packed = torch.cat((pack_metadata(contribution), torch.tensor(numbers, dtype=torch.float64)))
+        exchange = CodecExchange(channel, self.collective, packed, step, contribution.tensor.dtype)
+        tensor, residual = compute_numerator(channel, contribution), local["residual"].get("all")
+        slot.state = CodecState(state, {**local, **_NO_RESIDUAL})
+        unsent = torch.zeros_like(tensor) if self._is_spread else None
         if residual is not None:
             residual = residual.to(tensor.device)
             channel.compute(CodingCost("add", "", tensor.numel()), partial(tensor.add_, residual))
         received, loss, num_accumulated = [], None, int(phase == "sample")
-        if self._spread and phase == "compress" and state["count"] % self._every == 0:
-            num_accumulated = self._every
+        if self._is_spread and phase == "compress" and state["count"] % self._sample_period == 0:
+            num_accumulated = self._sample_period
         if phase == "compress" and not num_accumulated:
-            coder = Coder(
-                Layout.of_state(state["layout"]), state["means"], state["bases"], tensor, own.weight, unsent
+            coder = SliceCoder(
+                Layout.from_state(state["layout"]),
+                state["means"],
+                state["bases"],
+                tensor,
+                contribution.weight,
+                unsent,
             )
             mean = tensor
             if self.collective == "ring":
-                packed = await ring(exchange, coder, method, tensor.device)
+                packed = await reduce_ring(exchange, coder, method, tensor.device)
             else:
-                (segment,) = coder.cut(1)
+                (segment,) = coder.split(1)
                 encoded = channel.compute(cost("encode"), partial(coder.encode, segment))
                 total, packed = await exchange.sum(encoded)
                 channel.compute(cost("decode"), partial(coder.decode, total, segment, float(packed[0])))
-            if not self._spread or state["count"] % self._every == 1:
-                loss = coder.loss
+            if not self._is_spread or state["count"] % self._sample_period == 1:
+                loss = coder.relative_error
         else:
             if self.sample_bits is None:
                 total, packed = await exchange.sum_dense(tensor)
             else:
                 codec, seeds = QSGD(bits=self.sample_bits), Seeds(state["seed"], local["seed"])
-                coding = Coding(codec, seeds, step, unsent, method_of(codec))
+                coding = Coding(codec, seeds, step, unsent, get_codec_method(codec))
                 total, packed = await exchange.sum(tensor, coding)
-            mean = mean_of(channel, total, packed)
+            mean = compute_mean(channel, total, packed)
             if phase == "share":
-                received = await window.receive_bases(channel, window.list_bases(state), tensor.numel())
-        weight, metadata, sums = packed.split([1, len(own.metadata), len(numbers)])
+                received = await window.broadcast_bases(channel, window.list_bases(state), tensor.numel())
+        weight, metadata, sums = packed.split([1, len(contribution.metadata), len(numbers)])
 
         def learn(current: CodecState) -> CodecState:
             """Updates the window if its phase is unchanged, and adds the residual."""
@@ -258,47 +273,49 @@ class GradiVeQ(Reducer):
                 return current
             shared, local = current.shared, current.local
             if phase == "confirm":
-                is_alike = window.is_alike(sums.tolist(), channel.size)
+                is_alike = window.is_unanimous(sums.tolist(), channel.size)
                 shared = {**shared, "phase": "compress" if is_alike else "share", "count": 1}
                 local = {**local, **_NO_VOTE}
             elif phase == "share":
                 shared = window.adopt_bases(shared, received)
             elif phase == "compress":
-                steps = math.inf if self._spread else self.compress_steps
+                steps = math.inf if self._is_spread else self.compress_steps
                 shared = window.count_exchange(shared, float(sums), steps=steps, size=channel.size)
                 if loss is not None:
                     start = loss if local["start"] is None else local["start"]
                     local = {**local, "vote": float(not loss <= self.drift * start), "start": start}
             if shared["window"] == state["window"]:
-                shared = self._learned(channel, shared, mean, num_accumulated)
+                shared = self._update_window(channel, shared, mean, num_accumulated)
             return CodecState(shared, local)
 
-        return Reduced(rounded(channel, mean, own.tensor.dtype), float(weight), metadata, learn)
+        return ReduceResult(
+            cast_mean(channel, mean, contribution.tensor.dtype), float(weight), metadata, learn
+        )
 
-    def _learned(self, channel: Channel, now: State, mean: Tensor, waited: int) -> State:
-        if not waited and not self._spread:
-            return now
-        cost = CodingCost("learn" if waited else "total", self.method, mean.numel())
-        now = channel.compute(cost, partial(window.add_mean, now, mean, waited))
-        if now["samples"] < self.sample_steps:
-            return now
+    def _update_window(self, channel: Channel, state: State, mean: Tensor, num_accumulated: int) -> State:
+        if not num_accumulated and not self._is_spread:
+            return state
+        cost = CodingCost("learn" if num_accumulated else "total", self.method, mean.numel())
+        state = channel.compute(cost, partial(window.add_mean, state, mean, num_accumulated))
+        if state["samples"] < self.sample_steps:
+            return state
 
-        ratio = _RATIO if self.ratio is None and self.variance_left is None else self.ratio
+        ratio = _DEFAULT_RATIO if self.ratio is None and self.variance_left is None else self.ratio
         return window.solve_bases(
-            now,
+            state,
             ratio,
             self.variance_left or 0.0,
             lambda numel, find: channel.compute(CodingCost("pca", self.method, numel), find),
         )
 
-    def _layout(self, spec: TensorSpec) -> Layout:
-        return Layout.of(spec, self.slice_size, matrices=self.matrices)
+    def _build_layout(self, spec: TensorSpec) -> Layout:
+        return Layout.from_spec(spec, self.slice_size, matrices=self.matrices)
 
 
-def _with_residual(now: CodecState, left: Tensor | None) -> CodecState:
+def _with_residual(state: CodecState, unsent: Tensor | None) -> CodecState:
     """Adds ``unsent`` to the residual of a state, unless it is None."""
-    if left is None:
-        return now
-    previous = now.local["residual"].get("all")
-    residual = left if previous is None else previous.to(left.device) + left
-    return CodecState(now.shared, {**now.local, "residual": {"all": residual}})
+    if unsent is None:
+        return state
+    previous = state.local["residual"].get("all")
+    residual = unsent if previous is None else previous.to(unsent.device) + unsent
+    return CodecState(state.shared, {**state.local, "residual": {"all": residual}})

@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.codecs.blocks import working_dtype
+from farflung.codecs.blocks import get_working_dtype
 from farflung.comm.collectives.segments import sum_in_order
-from farflung.comm.staging import on_device
-from farflung.reducers.aggregation import Exchange
-from farflung.types import CodingCost, Payload, Placed, State, TensorSpec
+from farflung.comm.staging import copy_to_device
+from farflung.reducers.aggregation import CodecExchange
+from farflung.types import CodingCost, ParameterSpan, Payload, State, TensorSpec
 
-__all__ = ["Coder", "Layer", "Layout", "Stretch", "ring"]
+__all__ = ["EncodedSegment", "Layout", "SliceCoder", "SlicedLayer", "reduce_ring"]
 
 
 _ALIGNMENT = 64
 """Alignment in bytes of torch's own memory."""
-_AT_ONCE = 64
+_WRITE_POSITIONS = 64
 """Number of positions written together, so that strided reads stay in the processor's cache."""
 
 
-class Layer(NamedTuple):
+class SlicedLayer(NamedTuple):
     """A weight cut into slices of equal size.
 
     The numbers of a convolution are read in the order height, width, depth, filter, so entry ``(h, w, d, f)`` has the
@@ -50,7 +50,7 @@ class Layer(NamedTuple):
     filters: int
     depth: int
     positions: int
-    slices: int
+    num_slices: int
 
     @property
     def numel(self) -> int:
@@ -59,28 +59,30 @@ class Layer(NamedTuple):
     @property
     def slice_numel(self) -> int:
         """Size K of a slice."""
-        return math.ceil(self.numel / self.slices)
+        return math.ceil(self.numel / self.num_slices)
 
-    def rows(self, tensor: Tensor, first: int, last: int) -> Tensor:
+    def read_slices(self, tensor: Tensor, first: int, last: int) -> Tensor:
         """Reads slices ``first`` to ``last`` (excluded) of the flat tensor, shape ``(last - first, K)``."""
-        view, span = self._place(tensor, first, last)
+        view, span = self._locate(tensor, first, last)
         flat = view.reshape(-1)[span]
         padding = (last - first) * self.slice_numel - len(flat)
-        flat = torch.cat((flat, flat.new_zeros(padding))) if padding else aligned(flat)
+        flat = torch.cat((flat, flat.new_zeros(padding))) if padding else align(flat)
         return flat.view(last - first, self.slice_numel)
 
-    def put(self, tensor: Tensor, first: int, rows: Tensor) -> None:
+    def write_slices(self, tensor: Tensor, first: int, rows: Tensor) -> None:
         """Writes slices from ``first`` on, shape ``(n, K)``, to their places in the flat tensor."""
-        view, span = self._place(tensor, first, first + len(rows))
+        view, span = self._locate(tensor, first, first + len(rows))
         flat = rows.reshape(-1)[: span.stop - span.start]
         if len(flat) < view.numel():  # positions shared with other slices
             padded = view.reshape(-1)
             padded[span] = flat
             flat = padded
-        for target, source in zip(view.split(_AT_ONCE), flat.view(view.shape).split(_AT_ONCE), strict=True):
+        for target, source in zip(
+            view.split(_WRITE_POSITIONS), flat.view(view.shape).split(_WRITE_POSITIONS), strict=True
+        ):
             target.copy_(source)
 
-    def _place(self, tensor: Tensor, first: int, last: int) -> tuple[Tensor, slice]:
+    def _locate(self, tensor: Tensor, first: int, last: int) -> tuple[Tensor, slice]:
         """Returns a view of the slices' positions, shape ``(positions, D, F)``, and the slices' range in it."""
         begin, end = first * self.slice_numel, min(last * self.slice_numel, self.numel)
         plane = self.depth * self.filters
@@ -100,11 +102,11 @@ class Layout:
       dense: First element and length of each other range.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[SlicedLayer, ...]
     dense: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(spec: TensorSpec, wished: int, *, matrices: bool = False) -> Layout:
+    def from_spec(spec: TensorSpec, slice_size: int, *, matrices: bool = False) -> Layout:
         """Cuts each convolution: a parameter of three or more dimensions, torch's F, D and the sides of the kernel.
 
         Args:
@@ -113,20 +115,22 @@ class Layout:
           matrices: If True, cut parameters of two dimensions too.
         """
         layers, dense = [], []
-        for part in spec.parts or (Placed(spec.shape, 0),):
+        for part in spec.spans or (ParameterSpan(spec.shape, 0),):
             if part.numel and len(part.shape) >= (2 if matrices else 3):
                 filters, *dims = part.shape
                 depth, positions = (1, dims[0]) if len(dims) == 1 else (dims[0], math.prod(dims[1:]))
-                longest = math.ceil(part.numel / max(1, round(part.numel / wished)))
-                layers.append(Layer(part.start, filters, depth, positions, math.ceil(part.numel / longest)))
+                longest = math.ceil(part.numel / max(1, round(part.numel / slice_size)))
+                layers.append(
+                    SlicedLayer(part.start, filters, depth, positions, math.ceil(part.numel / longest))
+                )
             elif part.numel:
                 dense.append((part.start, part.numel))
         return Layout(tuple(layers), tuple(dense))
 
     @staticmethod
-    def of_state(state: State) -> Layout:
+    def from_state(state: State) -> Layout:
         return Layout(
-            tuple(Layer(*layer) for layer in state["layers"]),
+            tuple(SlicedLayer(*layer) for layer in state["layers"]),
             tuple((start, numel) for start, numel in state["dense"]),
         )
 
@@ -135,12 +139,12 @@ class Layout:
         return {"layers": [list(layer) for layer in self.layers], "dense": [list(run) for run in self.dense]}
 
     @property
-    def named(self) -> dict[str, Layer]:
+    def layers_by_name(self) -> dict[str, SlicedLayer]:
         """Layers by the names of their bases and means."""
         return {f"{number:04}": layer for number, layer in enumerate(self.layers)}
 
 
-class Stretch(NamedTuple):
+class EncodedSegment(NamedTuple):
     """Segment of the encoded tensor that ends on slice borders.
 
     Args:
@@ -150,13 +154,13 @@ class Stretch(NamedTuple):
       dense_stop: Number behind its last one.
     """
 
-    first: int
-    last: int
-    start: int
-    stop: int
+    first_slice: int
+    last_slice: int
+    dense_start: int
+    dense_stop: int
 
 
-class Coder:
+class SliceCoder:
     r"""Encoder of segments of one replica's tensor, and decoder of their sums.
 
     .. math::
@@ -183,19 +187,19 @@ class Coder:
         bases: Mapping[str, Tensor],
         tensor: Tensor,
         weight: float,
-        left: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:
-        self._layout, self._tensor, self._weight, self._left = layout, tensor, weight, left
-        self.dtype = working_dtype(tensor.dtype)
+        self._layout, self._tensor, self._weight, self._residual = layout, tensor, weight, residual
+        self.dtype = get_working_dtype(tensor.dtype)
         self._layers = [
-            (layer, means[name].to(tensor.device), aligned(bases[name].to(tensor.device)))
-            for name, layer in layout.named.items()
+            (layer, means[name].to(tensor.device), align(bases[name].to(tensor.device)))
+            for name, layer in layout.layers_by_name.items()
         ]
-        self._sizes = [basis.shape[1] for layer, _, basis in self._layers for _ in range(layer.slices)]
+        self._sizes = [basis.shape[1] for layer, _, basis in self._layers for _ in range(layer.num_slices)]
         self._borders = list(accumulate(self._sizes, initial=0))
         self._squares: list[Tensor] = []
 
-    def cut(self, count: int) -> list[Stretch]:
+    def split(self, count: int) -> list[EncodedSegment]:
         """Splits the tensor into ``count`` consecutive segments of about equal bytes."""
         coded = self._borders[-1]
         total = coded + sum(numel for _, numel in self._layout.dense)
@@ -207,35 +211,44 @@ class Coder:
             else:
                 border = np.abs(np.array(self._borders) - target_numel).argmin()  # the first one of two
                 ends.append((int(border), 0))
-        return [Stretch(a, b, c, d) for (a, c), (b, d) in pairwise(ends)]
+        return [EncodedSegment(a, b, c, d) for (a, c), (b, d) in pairwise(ends)]
 
-    def sent_numel(self, where: Stretch) -> int:
+    def count_encoded(self, segment: EncodedSegment) -> int:
         """Counts the numbers of an encoded segment."""
-        return self._borders[where.last] - self._borders[where.first] + where.stop - where.start
+        return (
+            self._borders[segment.last_slice]
+            - self._borders[segment.first_slice]
+            + segment.dense_stop
+            - segment.dense_start
+        )
 
-    def numel(self, where: Stretch) -> int:
+    def count_dense(self, segment: EncodedSegment) -> int:
         """Counts the numbers of the dense tensor in a segment."""
         sliced = sum(
             min(last * layer.slice_numel, layer.numel) - first * layer.slice_numel
-            for layer, first, last, _, _ in self._within(where)
+            for layer, first, last, _, _ in self._iter_layers(segment)
         )
-        return sliced + where.stop - where.start
+        return sliced + segment.dense_stop - segment.dense_start
 
-    def encode(self, where: Stretch) -> Tensor:
+    def encode(self, segment: EncodedSegment) -> Tensor:
         """Encodes this rank's segment as a flat tensor that shares no memory."""
         parts = []
-        for layer, first, last, mean, basis in self._within(where):
-            rows = layer.rows(self._tensor, first, last).to(self.dtype)
+        for layer, first, last, mean, basis in self._iter_layers(segment):
+            rows = layer.read_slices(self._tensor, first, last).to(self.dtype)
             centred = rows - mean * self._weight
             coded = centred @ basis
-            self._squares.append(torch.stack([_square(rows), _square(centred), _square(coded)]))
-            if self._left is not None:
-                layer.put(self._left, first, centred.sub_(coded @ basis.T).nan_to_num_(0.0, 0.0, 0.0))
+            self._squares.append(
+                torch.stack([_compute_square(rows), _compute_square(centred), _compute_square(coded)])
+            )
+            if self._residual is not None:
+                layer.write_slices(
+                    self._residual, first, centred.sub_(coded @ basis.T).nan_to_num_(0.0, 0.0, 0.0)
+                )
             parts.append(coded.view(-1))
-        parts += [place.to(self.dtype) for place in self._dense(where)]
+        parts += [place.to(self.dtype) for place in self._iter_dense(segment)]
         return torch.cat(parts) if parts else self._tensor.new_empty(0, dtype=self.dtype)
 
-    def decode(self, summed: Tensor, where: Stretch, weight: float) -> None:
+    def decode(self, summed: Tensor, segment: EncodedSegment, weight: float) -> None:
         """Writes the mean of a segment to its place in the tensor.
 
         Args:
@@ -244,17 +257,17 @@ class Coder:
           weight: Sum of all weights; if it is 0, nothing is added or divided.
         """
         position, weight_sum = 0, weight or 1.0
-        for layer, first, last, mean, basis in self._within(where):
+        for layer, first, last, mean, basis in self._iter_layers(segment):
             count, size = last - first, basis.shape[1]
-            coded = aligned(summed[position : position + count * size]).view(count, size)
-            layer.put(self._tensor, first, (coded @ basis.T).add_(mean * weight).div_(weight_sum))
+            coded = align(summed[position : position + count * size]).view(count, size)
+            layer.write_slices(self._tensor, first, (coded @ basis.T).add_(mean * weight).div_(weight_sum))
             position += count * size
-        for place in self._dense(where):
+        for place in self._iter_dense(segment):
             place.copy_(summed[position : position + len(place)] / weight_sum)
             position += len(place)
 
     @property
-    def loss(self) -> float | None:
+    def relative_error(self) -> float | None:
         r""":math:`\|g - \hat g\| / \|g\|` of the slices encoded so far; None if they are zero.
 
         The columns of U are orthonormal, so it needs no decoding.
@@ -264,35 +277,40 @@ class Coder:
         total, centred, coded = torch.stack(self._squares).double().sum(dim=0).tolist()
         return None if total == 0.0 else float((max(centred - coded, 0.0) / total) ** 0.5)
 
-    def _within(self, where: Stretch) -> Iterator[tuple[Layer, int, int, Tensor, Tensor]]:
+    def _iter_layers(self, segment: EncodedSegment) -> Iterator[tuple[SlicedLayer, int, int, Tensor, Tensor]]:
         """Yields each layer in a segment: first and last slice, their means, and the basis."""
         number = 0
         for layer, mean, basis in self._layers:
-            first, last = max(where.first - number, 0), min(where.last - number, layer.slices)
+            first, last = (
+                max(segment.first_slice - number, 0),
+                min(segment.last_slice - number, layer.num_slices),
+            )
             if first < last:
                 yield layer, first, last, mean[first:last], basis
-            number += layer.slices
+            number += layer.num_slices
 
-    def _dense(self, where: Stretch) -> Iterator[Tensor]:
+    def _iter_dense(self, segment: EncodedSegment) -> Iterator[Tensor]:
         """Yields the dense parts of a segment, as views of the tensor."""
         position = 0
         for start, numel in self._layout.dense:
-            first, last = max(where.start - position, 0), min(where.stop - position, numel)
+            first, last = max(segment.dense_start - position, 0), min(segment.dense_stop - position, numel)
             if first < last:
                 yield self._tensor[start + first : start + last]
             position += numel
 
 
-def aligned(tensor: Tensor) -> Tensor:
+def align(tensor: Tensor) -> Tensor:
     """Returns the tensor if its memory is aligned as torch's own, else a copy; products round equally then."""
     return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
 
-def _square(rows: Tensor) -> Tensor:
+def _compute_square(rows: Tensor) -> Tensor:
     return torch.dot(rows.reshape(-1), rows.reshape(-1))
 
 
-async def ring(exchange: Exchange, coder: Coder, method: str, device: torch.device) -> Tensor:
+async def reduce_ring(
+    exchange: CodecExchange, coder: SliceCoder, method: str, device: torch.device
+) -> Tensor:
     """Writes the mean to the tensor; returns the sum of the metadata.
 
     On a hop of the first half a rank encodes its own segment while the neighbor's partial sum is in transit, and
@@ -309,24 +327,27 @@ async def ring(exchange: Exchange, coder: Coder, method: str, device: torch.devi
 
     References: Yu et al. 2018, Algorithm 1; borders on slice borders, at about equal bytes, are our choice.
     """
-    channel, metadata = exchange.channel, exchange.side
+    channel, metadata = exchange.channel, exchange.metadata
     rank, size = channel.rank, channel.size
     next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
-    hop = channel.hops(2 * (size - 1))
-    segments = coder.cut(size)
+    hop = channel.reserve_hops(2 * (size - 1))
+    segments = coder.split(size)
 
-    def encode(segment: Stretch) -> Tensor:
-        cost = CodingCost("encode", method, coder.numel(segment))
+    def encode(segment: EncodedSegment) -> Tensor:
+        cost = CodingCost("encode", method, coder.count_dense(segment))
         return channel.compute(cost, partial(coder.encode, segment))
 
-    def decode(summed: Tensor, segment: Stretch) -> None:
-        cost = CodingCost("decode", method, coder.numel(segment))
+    def decode(summed: Tensor, segment: EncodedSegment) -> None:
+        cost = CodingCost("decode", method, coder.count_dense(segment))
         channel.compute(cost, partial(coder.decode, summed, segment, float(total_metadata[0])))
 
-    async def receive(segment: Stretch, segment_hop: int, *extras: Tensor) -> list[Tensor]:
-        expect = (TensorSpec((coder.sent_numel(segment),), coder.dtype), *map(TensorSpec.of, extras))
-        coded, *extra = (await channel.recv(previous_rank, segment_hop, expect)).tensors()
-        return [*on_device(Payload((coded,)), device).tensors(), *extra]
+    async def receive(segment: EncodedSegment, segment_hop: int, *extras: Tensor) -> list[Tensor]:
+        expect = (
+            TensorSpec((coder.count_encoded(segment),), coder.dtype),
+            *map(TensorSpec.from_tensor, extras),
+        )
+        coded, *extra = (await channel.recv(previous_rank, segment_hop, expect)).iter_tensors()
+        return [*copy_to_device(Payload((coded,)), device).iter_tensors(), *extra]
 
     metadata_by_rank = {rank: metadata}
     summed = encode(segments[rank])

@@ -11,39 +11,39 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from farflung.codecs.blocks import working_dtype
-from farflung.comm.collectives.segments import cut, others
-from farflung.comm.staging import moved
+from farflung.codecs.blocks import get_working_dtype
+from farflung.comm.collectives.segments import cut_segments, list_peers
+from farflung.comm.staging import copy_tensor_to_device
 from farflung.errors import ProtocolError
 from farflung.reducers.gradiveq.slices import Layout
 from farflung.types import Channel, Payload, State, TensorSpec
 
 __all__ = [
-    "Solve",
+    "BasisSolver",
     "add_mean",
     "adopt_bases",
-    "begin",
+    "broadcast_bases",
+    "compute_fingerprint",
     "count_dimensions",
     "count_exchange",
     "find_directions",
-    "fingerprint",
-    "is_alike",
+    "init_window",
+    "is_unanimous",
     "list_bases",
-    "receive_bases",
     "solve_bases",
 ]
 
 
-Solve: TypeAlias = Callable[[int, Callable[[], Tensor]], Tensor]
+BasisSolver: TypeAlias = Callable[[int, Callable[[], Tensor]], Tensor]
 """Computes a basis, charged with the given number of elements, as part of an exchange."""
-_NOTHING_SEEN: State = {"samples": 0, "added": 0, "seen": {}}
-_DIGITS, _DIGIT_BYTES = 3, 2
+_NO_SAMPLES: State = {"samples": 0, "added": 0, "seen": {}}
+_NUM_DIGITS, _DIGIT_NBYTES = 3, 2
 """Shape of a hash. A float64 sums the squares of 16-bit digits exactly for a thousand replicas."""
 
 
-def begin(seed: int, layout: Layout) -> State:
+def init_window(seed: int, layout: Layout) -> State:
     """Returns the initial state."""
-    return _sampling({"seed": seed, "layout": layout.state, "window": 0})
+    return _begin_sampling({"seed": seed, "layout": layout.state, "window": 0})
 
 
 def list_bases(state: State) -> list[Tensor]:
@@ -51,7 +51,7 @@ def list_bases(state: State) -> list[Tensor]:
     return [state[kind][name] for kind in ("bases", "means") for name in sorted(state["bases"])]
 
 
-def add_mean(state: State, mean: Tensor, waited: int) -> State:
+def add_mean(state: State, mean: Tensor, num_accumulated: int) -> State:
     r"""Adds the mean of an exchange to the sums from which the next bases and means are computed.
 
     The next :math:`\mu` is the mean of all results since the previous bases. Residuals are sent eventually, so that is
@@ -63,24 +63,24 @@ def add_mean(state: State, mean: Tensor, waited: int) -> State:
       num_accumulated: Number of exchanges accumulated in the part of the sample outside the bases. That part is
         divided by its root, which restores the variance of one exchange. If 0, the mean is no sample.
     """
-    flat, previous = mean.to(working_dtype(mean.dtype)), state["seen"]
+    flat, previous = mean.to(get_working_dtype(mean.dtype)), state["seen"]
     added = {"total": flat}
-    for name, layer in Layout.of_state(state["layout"]).named.items() if waited else ():
-        rows = layer.rows(flat, 0, layer.slices)
+    for name, layer in Layout.from_state(state["layout"]).layers_by_name.items() if num_accumulated else ():
+        rows = layer.read_slices(flat, 0, layer.num_slices)
         if name in state["bases"]:
             basis = state["bases"][name].to(flat.device)
             rows = rows - state["means"][name].to(flat.device)
-            rows = torch.lerp(rows @ basis @ basis.T, rows, waited**-0.5)
+            rows = torch.lerp(rows @ basis @ basis.T, rows, num_accumulated**-0.5)
         added |= {f"{name}.sum": rows, f"{name}.gram": rows.T @ rows}
     sums = {
         key: value + previous[key].to(value.device) if key in previous else value.clone()
         for key, value in added.items()
     }
-    counts = {"samples": state["samples"] + (waited > 0), "added": state["added"] + 1}
+    counts = {"samples": state["samples"] + (num_accumulated > 0), "added": state["added"] + 1}
     return {**state, **counts, "seen": {**previous, **sums}}
 
 
-def solve_bases(state: State, ratio: float | None, left_out: float, solve: Solve) -> State:
+def solve_bases(state: State, ratio: float | None, left_out: float, solve: BasisSolver) -> State:
     """Computes bases and means once all samples are complete.
 
     Args:
@@ -92,12 +92,12 @@ def solve_bases(state: State, ratio: float | None, left_out: float, solve: Solve
     samples, count = state["seen"], state["samples"]
     total = (samples["total"] / state["added"]).nan_to_num_(0.0, 0.0, 0.0)
     bases, means = {}, {}
-    for name, layer in Layout.of_state(state["layout"]).named.items():
-        means[name] = layer.rows(total, 0, layer.slices)
+    for name, layer in Layout.from_state(state["layout"]).layers_by_name.items():
+        means[name] = layer.read_slices(total, 0, layer.num_slices)
         sums = (samples[f"{name}.sum"], samples[f"{name}.gram"])
         bases[name] = solve(layer.slice_numel**2, partial(find_directions, *sums, count, ratio, left_out))
     solution = {"means": means, "bases": bases, "window": state["window"] + 1}
-    return {**state, **_NOTHING_SEEN, **solution, "phase": "confirm", "count": 0}
+    return {**state, **_NO_SAMPLES, **solution, "phase": "confirm", "count": 0}
 
 
 def find_directions(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_out: float) -> Tensor:
@@ -125,25 +125,25 @@ def find_directions(sums: Tensor, gram: Tensor, count: int, ratio: float | None,
     return basis
 
 
-def adopt_bases(state: State, received: list[Tensor]) -> State:
+def adopt_bases(state: State, tensors: list[Tensor]) -> State:
     """Returns the state with rank 0's bases and means, in the order of :func:`list_bases`."""
     names = sorted(state["bases"])
-    bases = dict(zip(names, received[: len(names)], strict=True))
-    means = dict(zip(names, received[len(names) :], strict=True))
+    bases = dict(zip(names, tensors[: len(names)], strict=True))
+    means = dict(zip(names, tensors[len(names) :], strict=True))
     return {**state, "phase": "compress", "means": means, "bases": bases}
 
 
-def count_exchange(state: State, in_favour: float, *, steps: float, size: int) -> State:
+def count_exchange(state: State, num_votes: float, *, steps: float, size: int) -> State:
     """Counts an exchange; starts a new window after ``steps``, or if ``num_votes`` is a majority of ``size``."""
     count = state["count"] + 1
-    if count >= steps or 2 * in_favour > size:
-        return _sampling(state)
+    if count >= steps or 2 * num_votes > size:
+        return _begin_sampling(state)
     return {**state, "count": count}
 
 
-def _sampling(state: State) -> State:
+def _begin_sampling(state: State) -> State:
     cleared = {"window": state["window"] + 1, "means": {}, "bases": {}}
-    return {**state, **_NOTHING_SEEN, **cleared, "phase": "sample", "count": 0}
+    return {**state, **_NO_SAMPLES, **cleared, "phase": "sample", "count": 0}
 
 
 def count_dimensions(variances: Tensor, left_out: float) -> int:
@@ -165,29 +165,31 @@ def count_dimensions(variances: Tensor, left_out: float) -> int:
     return min(int((explained < bound).sum()) + 1, len(variances))
 
 
-def fingerprint(tensors: Iterable[Tensor]) -> list[float]:
+def compute_fingerprint(tensors: Iterable[Tensor]) -> list[float]:
     """Computes digits of a hash and their squares, whose sums over the replicas show if all hashes are equal."""
-    hasher = hashlib.blake2b(digest_size=_DIGITS * _DIGIT_BYTES)
+    hasher = hashlib.blake2b(digest_size=_NUM_DIGITS * _DIGIT_NBYTES)
     for tensor in tensors:
         hasher.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
     digest = hasher.digest()
     digits = [
-        float(int.from_bytes(digest[start : start + _DIGIT_BYTES]))
-        for start in range(0, len(digest), _DIGIT_BYTES)
+        float(int.from_bytes(digest[start : start + _DIGIT_NBYTES]))
+        for start in range(0, len(digest), _DIGIT_NBYTES)
     ]
     return [*digits, *(digit * digit for digit in digits)]
 
 
-def is_alike(summed: Sequence[float], size: int) -> bool:
+def is_unanimous(summed: Sequence[float], size: int) -> bool:
     """Returns True if the fingerprints that sum to ``summed`` over ``size`` replicas are equal.
 
     The Cauchy-Schwarz inequality is an equality for equal numbers only.
     """
-    digits, squares = summed[:_DIGITS], summed[_DIGITS:]
+    digits, squares = summed[:_NUM_DIGITS], summed[_NUM_DIGITS:]
     return all(size * square == digit * digit for digit, square in zip(digits, squares, strict=True))
 
 
-async def receive_bases(channel: Channel, own: Sequence[Tensor], piece_numel: int) -> list[Tensor]:
+async def broadcast_bases(
+    channel: Channel, local_tensors: Sequence[Tensor], piece_numel: int
+) -> list[Tensor]:
     """Broadcasts rank 0's bases and means.
 
     Bases may be larger than their tensor, and a message may not; so they are sent in pieces of at most that length.
@@ -203,14 +205,16 @@ async def receive_bases(channel: Channel, own: Sequence[Tensor], piece_numel: in
 
     async def broadcast(hop: int, tensor: Tensor) -> Tensor:
         if channel.rank:
-            (incoming,) = (await channel.recv(0, hop, (TensorSpec.of(tensor),))).tensors()
-            return moved(incoming, tensor.device)
-        for peer in others(channel):
+            (incoming,) = (await channel.recv(0, hop, (TensorSpec.from_tensor(tensor),))).iter_tensors()
+            return copy_tensor_to_device(incoming, tensor.device)
+        for peer in list_peers(channel):
             channel.send(Payload((tensor,)), peer, hop)
         return tensor
 
-    bases, means = own[: len(own) // 2], own[len(own) // 2 :]
-    columns = (await broadcast(channel.hops(1), torch.tensor([basis.shape[1] for basis in bases]))).tolist()
+    bases, means = local_tensors[: len(local_tensors) // 2], local_tensors[len(local_tensors) // 2 :]
+    columns = (
+        await broadcast(channel.reserve_hops(1), torch.tensor([basis.shape[1] for basis in bases]))
+    ).tolist()
     if not all(1 <= d <= len(basis) for d, basis in zip(columns, bases, strict=True)):
         raise ProtocolError(
             f"rank 0 sent bases of {columns} columns: do all ranks run the same model and recipe?"
@@ -220,9 +224,13 @@ async def receive_bases(channel: Channel, own: Sequence[Tensor], piece_numel: in
     ]
     sizes = [math.prod(shape) for shape in shapes]
     flat = (
-        means[0].new_empty(sum(sizes)) if channel.rank else torch.cat([tensor.reshape(-1) for tensor in own])
+        means[0].new_empty(sum(sizes))
+        if channel.rank
+        else torch.cat([tensor.reshape(-1) for tensor in local_tensors])
     )
-    pieces = cut(len(flat), math.ceil(len(flat) / piece_numel))
-    hop = channel.hops(len(pieces))
-    numbers = torch.cat([await broadcast(hop + index, piece.of(flat)) for index, piece in enumerate(pieces)])
+    pieces = cut_segments(len(flat), math.ceil(len(flat) / piece_numel))
+    hop = channel.reserve_hops(len(pieces))
+    numbers = torch.cat(
+        [await broadcast(hop + index, piece.narrow(flat)) for index, piece in enumerate(pieces)]
+    )
     return [part.view(shape).clone() for part, shape in zip(numbers.split(sizes), shapes, strict=True)]

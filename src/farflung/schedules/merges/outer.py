@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.moments import check_averaged
-from farflung.types import Merge, MergeBucket, MergeState, OptimizerState, State, anchor_of
+from farflung.moments import check_averageable
+from farflung.types import Merge, MergeBucket, MergeState, OptimizerState, State, get_anchor
 
 __all__ = ["Outer"]
 
@@ -46,7 +46,7 @@ class Outer(Merge):
     @override
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         if self.optimizer_state == "averaged":
-            check_averaged(optimizer)
+            check_averageable(optimizer)
 
     @override
     def init(self, weights: Tensor) -> MergeState:
@@ -55,30 +55,30 @@ class Outer(Merge):
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
         """Returns the change since the anchor; no copy is saved if the mean is applied before the next step."""
-        update = bucket.weights().sub_(anchor_of(state))
+        update = bucket.copy_weights().sub_(get_anchor(state))
         return (update.clone(), {"own": update}) if delay else (update, {})
 
     @override
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
-        anchor, recent = anchor_of(state), None
+        anchor, recent = get_anchor(state), None
         has_recent = state.has_updates and (self.keep or not delay)
-        local = bucket.weights() if has_recent or self.mix else anchor
+        local = bucket.copy_weights() if has_recent or self.mix else anchor
         if has_recent:
             recent = local.sub(anchor).sub_(saved["own"])
         if mean is not None:
-            anchor.add_(self._direction(state, mean), alpha=self.rate)
+            anchor.add_(self._compute_direction(state, mean), alpha=self.rate)
         weights = anchor if recent is None else recent.add_(anchor)
         bucket.load_weights(weights.lerp(local, self.mix) if self.mix else weights)
-        state.is_apart = self.mix > 0
+        state.has_diverged = self.mix > 0
 
     @override
-    def last(self) -> Self:
+    def as_final(self) -> Self:
         """Returns the plain mean, since outer rate and momentum anticipate later steps."""
         return replace(self, rate=1.0, momentum=0.0, nesterov=False)
 
-    def _direction(self, state: MergeState, mean: Tensor) -> Tensor:
+    def _compute_direction(self, state: MergeState, mean: Tensor) -> Tensor:
         if not self.momentum:
             return mean
         if "velocity" in state.shared:

@@ -10,13 +10,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.errors import ConfigError
-from farflung.moments import momentum_of
-from farflung.types import Merge, MergeBucket, MergeState, State, anchor_of
+from farflung.moments import get_momentum
+from farflung.types import Merge, MergeBucket, MergeState, State, get_anchor
 
-__all__ = ["Pull", "share_of_a_step"]
+__all__ = ["Pull", "compute_step_share"]
 
 
-def share_of_a_step(momentum: float, delay: int, period: int = 1) -> float:
+def compute_step_share(momentum: float, delay: int, period: int = 1) -> float:
     r"""Returns the share :math:`\rho` of the distance to the anchor that a step removes.
 
     .. math:: \rho = \min\left(1 - \mu, \frac{1}{D + K + 1}\right), \qquad \rho = 1 \text{ at } D = 0
@@ -50,14 +50,14 @@ class Pull(Merge):
       period: Number of steps between two exchanges of a unit.
     """
 
-    evaluates_anchor: ClassVar[bool] = True
+    should_evaluate_anchor: ClassVar[bool] = True
 
     share: float | None = None
     period: int = 1
 
     @override
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        momentum = momentum_of(optimizer)
+        momentum = get_momentum(optimizer)
         if momentum >= 1:
             raise ConfigError(
                 f"delayed(pull=...): momentum {momentum:g}: must be below 1, or no pull keeps replicas together"
@@ -70,7 +70,7 @@ class Pull(Merge):
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
         """Returns the updates since the last block; ``left`` is the share of the block that pulls have not removed."""
-        weights = bucket.weights()
+        weights = bucket.copy_weights()
         block = weights - state.local["given"]
         state.local["given"] = weights
         return block.clone(), {"own": block, "left": 1.0}
@@ -79,31 +79,31 @@ class Pull(Merge):
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
-        recent = _recent(bucket, state)
+        recent = _compute_recent(bucket, state)
         if mean is None:
             state.local["given"].sub_(saved["own"], alpha=saved["left"])
         else:
-            anchor_of(state).add_(mean)
+            get_anchor(state).add_(mean)
         share = self.share
         if share is None:
             assert bucket.optimizer is not None
-            share = share_of_a_step(momentum_of(bucket.optimizer), delay, self.period)
-        _pull(bucket, state, 1 - (1 - share) ** self.period, recent)
+            share = compute_step_share(get_momentum(bucket.optimizer), delay, self.period)
+        _pull_bucket(bucket, state, 1 - (1 - share) ** self.period, recent)
 
     @override
     def finish(self, bucket: MergeBucket, state: MergeState) -> None:
-        if state.is_apart:
-            _pull(bucket, state, 1.0, _recent(bucket, state))
+        if state.has_diverged:
+            _pull_bucket(bucket, state, 1.0, _compute_recent(bucket, state))
 
 
-def _recent(bucket: MergeBucket, state: MergeState) -> Tensor | None:
+def _compute_recent(bucket: MergeBucket, state: MergeState) -> Tensor | None:
     """Returns the updates since the last block, if there are any."""
-    return bucket.weights().sub_(state.local["given"]) if state.has_updates else None
+    return bucket.copy_weights().sub_(state.local["given"]) if state.has_updates else None
 
 
-def _pull(bucket: MergeBucket, state: MergeState, share: float, recent: Tensor | None) -> None:
-    contributed = state.local["given"].lerp_(anchor_of(state), share)
+def _pull_bucket(bucket: MergeBucket, state: MergeState, share: float, recent: Tensor | None) -> None:
+    contributed = state.local["given"].lerp_(get_anchor(state), share)
     for block in state.pending:
         block["left"] *= 1 - share
-    state.is_apart = share < 1
+    state.has_diverged = share < 1
     bucket.load_weights(contributed if recent is None else contributed + recent)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.types import Averaged, Merge, MergeBucket, MergeState, State
+from farflung.types import AverageTarget, Merge, MergeBucket, MergeState, State
 
 __all__ = ["Replace"]
 
@@ -24,7 +24,7 @@ class Replace(Merge):
         :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
     """
 
-    moves: ClassVar[Averaged] = "gradient"
+    average_target: ClassVar[AverageTarget] = "gradient"
 
     correction: float = 0.0
 
@@ -35,7 +35,7 @@ class Replace(Merge):
             return bucket.gradient, {}
         saved = {"own": bucket.gradient.clone()}
         if self.correction:
-            saved["at"] = bucket.weights()
+            saved["at"] = bucket.copy_weights()
         return saved["own"].clone(), saved
 
     @override
@@ -45,5 +45,5 @@ class Replace(Merge):
         if mean is None:
             return
         if "at" in saved:
-            mean = mean + self.correction * mean * mean * bucket.weights().sub_(saved["at"])
+            mean = mean + self.correction * mean * mean * bucket.copy_weights().sub_(saved["at"])
         bucket.load_gradient(mean)

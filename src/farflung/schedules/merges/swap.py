@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.types import Merge, MergeBucket, MergeState, State, anchor_of
+from farflung.types import Merge, MergeBucket, MergeState, State, get_anchor
 
 __all__ = ["Swap"]
 
@@ -31,29 +31,29 @@ class Swap(Merge):
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
         """Returns the updates since the last block."""
-        block = _recent(bucket, state)
+        block = _compute_recent(bucket, state)
         return block.clone(), {"own": block}
 
     @override
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
-        recent = _recent(bucket, state, saved) if state.has_updates else None
+        recent = _compute_recent(bucket, state, saved) if state.has_updates else None
         if mean is not None:
-            anchor_of(state).add_(mean)
-        weights = _base(state)
+            get_anchor(state).add_(mean)
+        weights = _compute_base(state)
         bucket.load_weights(weights if recent is None else weights.add_(recent))
 
 
-def _recent(bucket: MergeBucket, state: MergeState, *oldest: State) -> Tensor:
+def _compute_recent(bucket: MergeBucket, state: MergeState, *oldest: State) -> Tensor:
     if not state.has_updates:
-        return torch.zeros_like(anchor_of(state))
-    return bucket.weights().sub_(_base(state, *oldest))
+        return torch.zeros_like(get_anchor(state))
+    return bucket.copy_weights().sub_(_compute_base(state, *oldest))
 
 
-def _base(state: MergeState, *oldest: State) -> Tensor:
+def _compute_base(state: MergeState, *oldest: State) -> Tensor:
     """Returns the sum of the anchor and all blocks in flight, of which ``oldest`` come first."""
-    total = anchor_of(state).clone()
+    total = get_anchor(state).clone()
     for block in (*oldest, *state.pending):
         total.add_(block["own"])
     return total

@@ -10,16 +10,16 @@ from typing import Any
 from farflung.errors import ConfigError, UnknownName
 from farflung.network.link import Link
 from farflung.network.loading import load_profile
-from farflung.network.profile import Connection, Medium, NetworkProfile, Site
+from farflung.network.profile import Medium, NetworkProfile, Site, SiteLink
 
-__all__ = ["NETWORKS", "network_profile"]
+__all__ = ["NETWORKS", "find_network"]
 
-_WITH_SETTINGS = re.compile(r"(?P<name>.+)\((?P<settings>\w+=\w+(, *\w+=\w+)*)\)")
-_SETTINGS = {"congestion": "congestion", "connections": "tcp_connections"}
+_SETTINGS_PATTERN = re.compile(r"(?P<name>.+)\((?P<settings>\w+=\w+(, *\w+=\w+)*)\)")
+_SETTING_FIELDS = {"congestion": "congestion", "connections": "tcp_connections"}
 """Settings in brackets after a name, and the fields of a profile that they set."""
 
 
-def network_profile(name: str) -> NetworkProfile:
+def find_network(name: str) -> NetworkProfile:
     """Finds a profile by its name in :data:`NETWORKS`, or loads a TOML file if ``name`` ends in ``.toml``.
 
     Settings of TCP may follow, as in ``four-regions(congestion=bbr, connections=auto)``.
@@ -28,12 +28,12 @@ def network_profile(name: str) -> NetworkProfile:
       UnknownName: there is no such name.
       ConfigError: the file is invalid (names file and key), or there is no such setting.
     """
-    if (match := _WITH_SETTINGS.fullmatch(name)) is not None:
-        profile, settings = network_profile(match["name"]), dict[str, Any]()
+    if (match := _SETTINGS_PATTERN.fullmatch(name)) is not None:
+        profile, settings = find_network(match["name"]), dict[str, Any]()
         for setting, value in (pair.strip().split("=") for pair in match["settings"].split(",")):
-            if setting not in _SETTINGS:
-                raise ConfigError(f"{match['name']}: {setting}: must be one of {', '.join(_SETTINGS)}")
-            settings[_SETTINGS[setting]] = value
+            if setting not in _SETTING_FIELDS:
+                raise ConfigError(f"{match['name']}: {setting}: must be one of {', '.join(_SETTING_FIELDS)}")
+            settings[_SETTING_FIELDS[setting]] = value
         changed = replace(profile, **settings)
         return replace(changed, name=f"{profile.name}({match['settings']})")
     if name.endswith(".toml"):
@@ -43,14 +43,16 @@ def network_profile(name: str) -> NetworkProfile:
     return NETWORKS[name]
 
 
-def _lan(name: str, bps: float, latency_s: float, source: str, nodes: int | None = None) -> NetworkProfile:
+def _build_lan(
+    name: str, bps: float, latency_s: float, source: str, nodes: int | None = None
+) -> NetworkProfile:
     """Builds the profile of one switch that never blocks: each node has its own cable."""
     return NetworkProfile(
         name, (Site("switch", nodes, Link(latency_s), up_bps=bps, down_bps=bps),), source=source
     )
 
 
-def _wifi(mbps: int) -> NetworkProfile:
+def _build_wifi(mbps: int) -> NetworkProfile:
     """Builds the profile of Mercury's devices around one router, each shaped to one rate."""
     rate = mbps * 1e6
     return NetworkProfile(
@@ -64,7 +66,7 @@ def _wifi(mbps: int) -> NetworkProfile:
     )
 
 
-def _mobile(name: str, down_bps: float, up_bps: float, link: Link, source: str) -> NetworkProfile:
+def _build_mobile(name: str, down_bps: float, up_bps: float, link: Link, source: str) -> NetworkProfile:
     """Builds the profile of phones of one provider: two radio links with the core network between."""
     return NetworkProfile(
         name, (Site("phones", inside=link, up_bps=up_bps, down_bps=down_bps),), source=source
@@ -87,14 +89,14 @@ _PROFILES = (
         (Site("machine", inside=Link(50e-6, 20e9)),),
         source="Our choice: 50 us between two processes, and 20 Gbit/s for each pair.",
     ),
-    _lan("lan-1g", 1e9, 100e-6, "Our choice: gigabit Ethernet, 0.2 ms round trip."),
-    _lan(
+    _build_lan("lan-1g", 1e9, 100e-6, "Our choice: gigabit Ethernet, 0.2 ms round trip."),
+    _build_lan(
         "infiniband",
         100e9,
         3e-6,
         "3 us in the cluster: DTS poster (Zhu et al. 2019). 100 Gbit/s (EDR): our choice.",
     ),
-    _lan(
+    _build_lan(
         "10gbe-4",
         10e9,
         50e-6,
@@ -114,7 +116,7 @@ _PROFILES = (
             "one: our choice."
         ),
     ),
-    *map(_wifi, (10, 50, 100, 200)),
+    *map(_build_wifi, (10, 50, 100, 200)),
     NetworkProfile(
         "wifi-shared-100mbps",
         (Site("air", inside=Link(2e-3), medium="channel"),),
@@ -124,7 +126,7 @@ _PROFILES = (
             "twice, to the access point and from there. 2 ms one way."
         ),
     ),
-    _mobile(
+    _build_mobile(
         "4g",
         21.3e6,
         6.3e6,
@@ -134,7 +136,7 @@ _PROFILES = (
             "round trip from a phone to a server, so about one way from phone to phone: our reading."
         ),
     ),
-    _mobile(
+    _build_mobile(
         "5g",
         166.13e6,
         21.08e6,
@@ -145,7 +147,7 @@ _PROFILES = (
         "four-regions",
         tuple(Site(city, inside=_REGION) for city in ("london", "ohio", "california", "tokyo")),
         tuple(
-            Connection(*pair, Link(ms / 2e3, mbps * 1e6))
+            SiteLink(*pair, Link(ms / 2e3, mbps * 1e6))
             for (first, second), (ms, mbps) in _ROUND_TRIPS.items()
             for pair in ((first, second), (second, first))
         ),
@@ -162,7 +164,7 @@ _PROFILES = (
     NetworkProfile(
         "shanghai-boston",
         (Site("shanghai", inside=_CITY), Site("boston", inside=_CITY)),
-        (Connection("shanghai", "boston", _PACIFIC), Connection("boston", "shanghai", _PACIFIC)),
+        (SiteLink("shanghai", "boston", _PACIFIC), SiteLink("boston", "shanghai", _PACIFIC)),
         source=(
             "DTS slides (Zhu et al. 2019): round trips of 78 ms ideal, more than 700 ms in fact, 10 Mbit/s. Halved "
             "for one way. Our choice for the high variance: uniform, with 350 ms as the mean and the ideal 39 ms as "

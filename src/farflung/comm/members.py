@@ -7,22 +7,22 @@ from collections.abc import Iterable, Mapping
 
 from typing_extensions import override
 
-from farflung.comm.interface import how_to_be_reached
+from farflung.comm.interface import explain_reachability
 from farflung.comm.peer import Peer, check_peers
-from farflung.comm.routes import Routes
+from farflung.comm.routes import RoutingTable
 from farflung.comm.transport import Listener, Transport
 from farflung.comm.wire import Unauthorized, WireError
 from farflung.errors import PeerLost, ProtocolError
-from farflung.tasks import Pending, failed
+from farflung.tasks import Pending, create_failed
 from farflung.types import Json
 
-__all__ = ["ENDED", "Meeting"]
+__all__ = ["PROCESS_ENDED", "ViewMembers"]
 
-ENDED = "no process listens at its address any more"
+PROCESS_ENDED = "no process listens at its address any more"
 """Error detail for a member whose process has ended."""
 
 
-class Meeting(Listener):
+class ViewMembers(Listener):
     """Members of a view; :class:`farflung.comm.ViewSession` adds their messages.
 
     Args:
@@ -38,27 +38,27 @@ class Meeting(Listener):
         transport: Transport,
         size: int,
         *,
-        whole: bool,
+        needs_all_members: bool,
         members: Iterable[int] | None,
         settings: Mapping[str, Json] | None,
     ) -> None:
         self.transport = transport
-        self.rank, self.size = transport.me.rank, size
+        self.rank, self.size = transport.local_peer.rank, size
         self.ready: Pending[None] = Pending()
         """Done once every member has greeted."""
-        self.is_whole = whole
+        self.needs_all_members = needs_all_members
         self._settings = {"number of replicas": size, **(settings or {})}
         self._members = set(range(size) if members is None else members)
         self._addresses: dict[int, str | None] = {}
         """Addresses of the peers, from :meth:`connect` on; None if the peer accepts no connections."""
-        self.routes = Routes(transport.me)
+        self.routes = RoutingTable(transport.local_peer)
         self._greeted: set[int] = set()
-        self._late: dict[int, Pending[None]] = {}
+        self._admissions: dict[int, Pending[None]] = {}
         """Members admitted after :meth:`connect`; each is done once it has greeted."""
-        self._left: set[int] = set()
+        self._left_ranks: set[int] = set()
         if len(self._members) == 1:
-            self.ready.set(None)
-            transport.expects(0)
+            self.ready.set_result(None)
+            transport.set_expected(0)
 
     @abstractmethod
     def _greet(self, rank: int) -> None:
@@ -81,13 +81,15 @@ class Meeting(Listener):
           ProtocolError: the peers do not make up a run.
         """
         remote_peers = [peer for peer in peers if peer.rank != self.rank]
-        check_peers(self.transport.me, remote_peers, self.transport.keys)
-        self.routes.meet(remote_peers)
+        check_peers(self.transport.local_peer, remote_peers, self.transport.keys)
+        self.routes.add_peers(remote_peers)
         self._addresses = {peer.rank: peer.address for peer in remote_peers}
-        self.transport.open([peer for peer in remote_peers if self.routes.relay(peer.rank) is None], self)
-        self._expect()
+        self.transport.connect_peers(
+            [peer for peer in remote_peers if self.routes.get_relay(peer.rank) is None], self
+        )
+        self._update_expected()
         for peer in remote_peers:
-            if self.routes.goes_to(peer.rank):
+            if self.routes.should_connect_to(peer.rank):
                 self._greet(peer.rank)
 
     def admit(self, peer: Peer) -> Pending[None]:
@@ -105,17 +107,17 @@ class Meeting(Listener):
             between it and another.
           ProtocolError: the view needs all members; the rank is present already, or does not belong to the run.
         """
-        if self.is_whole:
+        if self.needs_all_members:
             raise ProtocolError(
                 f"rank {peer.rank} cannot join later: every exchange of this run needs all replicas"
             )
-        if peer.rank == self.rank or peer.rank in self.present() or peer.rank >= self.size:
+        if peer.rank == self.rank or peer.rank in self.get_present_ranks() or peer.rank >= self.size:
             raise ProtocolError(
                 f"rank {peer.rank} of {self.size} is present already, or not a rank of this run"
             )
-        check_peers(self.transport.me, [peer], self.transport.keys)
-        self.routes.meet([peer], self._left - {peer.rank})
-        return self._let_in(peer)
+        check_peers(self.transport.local_peer, [peer], self.transport.keys)
+        self.routes.add_peers([peer], self._left_ranks - {peer.rank})
+        return self._admit_peer(peer)
 
     def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
         """Reconnects to a member whose connection is broken; both ends have to call it.
@@ -130,77 +132,77 @@ class Meeting(Listener):
           is unknown.
         """
         if rank not in self.routes:
-            return failed(PeerLost(rank, "its address is not known"))
-        if rank in self.present():
+            return create_failed(PeerLost(rank, "its address is not known"))
+        if rank in self.get_present_ranks():
             self._give_up(rank)
-        self.routes.detour(self.rank, rank, relay)
-        return self._let_in(self.routes.peer(rank), again=True)
+        self.routes.set_detour(self.rank, rank, relay)
+        return self._admit_peer(self.routes.get_peer(rank), is_reconnect=True)
 
     @override
-    def ended(self, rank: int) -> None:
-        self.dismiss(rank, PeerLost(rank, ENDED))
+    def handle_process_end(self, rank: int) -> None:
+        self.revoke_admission(rank, PeerLost(rank, PROCESS_ENDED))
 
-    def _let_in(self, peer: Peer, *, again: bool = False) -> Pending[None]:
+    def _admit_peer(self, peer: Peer, *, is_reconnect: bool = False) -> Pending[None]:
         self._reset(peer.rank)
         self._greeted.discard(peer.rank)
-        self._left.discard(peer.rank)
+        self._left_ranks.discard(peer.rank)
         self._members.add(peer.rank)
-        admitted = self._late[peer.rank] = Pending()
+        admitted = self._admissions[peer.rank] = Pending()
         self._addresses[peer.rank] = peer.address
-        relay = self.routes.relay(peer.rank)
+        relay = self.routes.get_relay(peer.rank)
         if relay is None:
-            self.transport.open([peer], self, again=again)
+            self.transport.connect_peers([peer], self, is_reconnect=is_reconnect)
         else:
-            self.transport.dismiss(peer.rank)
-        self._expect()
-        if self.routes.goes_to(peer.rank) or relay in self.present():
+            self.transport.remove_peer(peer.rank)
+        self._update_expected()
+        if self.routes.should_connect_to(peer.rank) or relay in self.get_present_ranks():
             self._greet(peer.rank)
         return admitted
 
-    def dismiss(self, rank: int, why: BaseException) -> None:
+    def revoke_admission(self, rank: int, error: BaseException) -> None:
         """Revokes the admission of a member that has not greeted yet; its wait fails with ``error``."""
-        if rank not in self._late or rank in self._greeted:
+        if rank not in self._admissions or rank in self._greeted:
             return
-        self.transport.dismiss(rank)
+        self.transport.remove_peer(rank)
         self._members.discard(rank)
         self._addresses.pop(rank)
-        self._expect()
-        self._late.pop(rank).fail(why)
+        self._update_expected()
+        self._admissions.pop(rank).set_exception(error)
 
-    def missing(self) -> list[int]:
+    def list_missing(self) -> list[int]:
         """Lists the members that have not greeted yet, those reached through a relay last."""
         ranks = self._members - self._greeted - {self.rank}
-        return sorted(ranks, key=lambda rank: (self.routes.relay(rank) is not None, rank))
+        return sorted(ranks, key=lambda rank: (self.routes.get_relay(rank) is not None, rank))
 
-    def _expect(self) -> None:
-        self.transport.expects(sum(map(self.routes.comes_from, self.missing())))
+    def _update_expected(self) -> None:
+        self.transport.set_expected(sum(map(self.routes.should_accept, self.list_missing())))
 
-    def greeting_of(self, rank: int) -> str:
+    def describe_greeting(self, rank: int) -> str:
         """Describes the wait for a member's greeting, with its relay or the cause of the delay, for errors."""
-        machine, host = self.routes.peer(rank).machine, self.transport.me.machine
+        machine, host = self.routes.get_peer(rank).machine, self.transport.local_peer.machine
         if machine is not None and host is not None and machine != host:
             return (
                 f"its greeting: {self._addresses[rank]} is reached from {machine} alone, and this is {host}: "
-                f"{how_to_be_reached()}"
+                f"{explain_reachability()}"
             )
-        if not self.transport.failed_at(rank):
-            return f"its greeting{self.through(rank)}"
+        if not self.transport.has_failed_auth(rank):
+            return f"its greeting{self.describe_relay(rank)}"
         return f"its greeting: {self._addresses[rank]} was reached, but did not prove to be that rank"
 
-    def _has_greeted(self, rank: int) -> None:
+    def _check_greeted(self, rank: int) -> None:
         if rank not in self._greeted:
             raise Unauthorized("a message before a greeting")
 
-    def present(self) -> set[int]:
+    def get_present_ranks(self) -> set[int]:
         """Returns the members that have greeted and are neither lost nor have left."""
-        return self._greeted - self._left
+        return self._greeted - self._left_ranks
 
-    def _unlike(self, rank: int, theirs: object) -> ProtocolError | None:
+    def _compare_settings(self, rank: int, peer_settings: object) -> ProtocolError | None:
         """Compares a member's settings with this rank's; returns an error that names the first difference."""
-        if not isinstance(theirs, dict):
+        if not isinstance(peer_settings, dict):
             raise WireError("a greeting without settings")
-        for name in sorted(self._settings.keys() | theirs.keys()):
-            local_value, peer_value = self._settings.get(name), theirs.get(name)
+        for name in sorted(self._settings.keys() | peer_settings.keys()):
+            local_value, peer_value = self._settings.get(name), peer_settings.get(name)
             if local_value != peer_value:
                 return ProtocolError(
                     f"ranks disagree on {name}: {local_value!r} on rank {self.rank}, {peer_value!r} on rank {rank}; "
@@ -208,7 +210,7 @@ class Meeting(Listener):
                 )
         return None
 
-    def through(self, rank: int | None) -> str:
+    def describe_relay(self, rank: int | None) -> str:
         """Describes the relay of a rank's messages, for errors; empty if there is none."""
-        relay = None if rank is None else self.routes.relay(rank)
+        relay = None if rank is None else self.routes.get_relay(rank)
         return "" if relay is None else f", through rank {relay}"

@@ -16,24 +16,24 @@ from farflung.engine.averaging import barrier
 from farflung.engine.engine import Engine
 from farflung.engine.extension import Extension
 from farflung.errors import CheckpointError
-from farflung.files import reading
+from farflung.files import wrap_read_errors
+from farflung.loop.batch_loader import BatchLoader
 from farflung.loop.checkpoint import (
     Checkpoints,
     check_model,
     check_optimizer_kind,
     check_share,
-    fingerprint,
-    share_name,
+    compute_fingerprint,
+    hash_share,
 )
-from farflung.loop.drawing import Drawing
-from farflung.loop.optimizers import load_optimizer_state, optimizer_state
+from farflung.loop.optimizers import get_optimizer_state, load_optimizer_state
 from farflung.loop.summary import TimeSplit
 from farflung.seeding import RandomState
-from farflung.tasks import Pending, done
+from farflung.tasks import Pending, create_completed
 from farflung.telemetry import Telemetry
 from farflung.types import Json, Runtime, SampleIds, State
 
-__all__ = ["BackgroundTasks", "Keeping"]
+__all__ = ["BackgroundTasks", "Checkpointer"]
 
 
 T = TypeVar("T")
@@ -52,12 +52,12 @@ class BackgroundTasks:
     runtime: Runtime
     engine: Engine
     time_s: TimeSplit
-    _under_way: list[Pending[Any]] = field(init=False, default_factory=list)
+    _pending_tasks: list[Pending[Any]] = field(init=False, default_factory=list)
 
     async def run(
         self,
-        errand: Callable[[Runtime], Coroutine[Pending[Any], None, T]],
-        tell: Callable[..., None],
+        coroutine_fn: Callable[[Runtime], Coroutine[Pending[Any], None, T]],
+        report: Callable[..., None],
     ) -> Pending[T]:
         """Starts a task; in an untimed runtime, training may continue during it.
 
@@ -65,35 +65,35 @@ class BackgroundTasks:
           coroutine_fn: Coroutine function of the runtime, which leaves the replica unchanged.
           report: Called with the result, the time of its end (``t``) and its duration (``duration_s``).
         """
-        off_clock, begin = self.runtime.off_clock, self.runtime.now()
+        off_clock, begin = self.runtime.untimed, self.runtime.read_clock()
         if off_clock is None:
             with self.engine.times.exclude():
-                result = await errand(self.runtime)
-            end = self.runtime.now()
+                result = await coroutine_fn(self.runtime)
+            end = self.runtime.read_clock()
             self.time_s.evaluation += end - begin
-            tell(result, t=end, duration_s=end - begin)
-            return done(result)
+            report(result, t=end, duration_s=end - begin)
+            return create_completed(result)
 
         async def run_task() -> T:
-            result = await errand(off_clock)
-            tell(result, t=begin, duration_s=0.0)
+            result = await coroutine_fn(off_clock)
+            report(result, t=begin, duration_s=0.0)
             return result
 
-        for pending in self._under_way:
+        for pending in self._pending_tasks:
             if pending.error is not None:
                 raise pending.error
         task = off_clock.launch(run_task())
-        self._under_way = [*(pending for pending in self._under_way if not pending.done), task]
+        self._pending_tasks = [*(pending for pending in self._pending_tasks if not pending.is_done), task]
         return task
 
-    async def end(self) -> None:
+    async def wait(self) -> None:
         """Waits for all pending tasks."""
-        for task in self._under_way:
+        for task in self._pending_tasks:
             await task
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class Checkpointer:
     """Writer and loader of a replica's checkpoints.
 
     Args:
@@ -113,7 +113,7 @@ class Keeping:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     random: RandomState
-    drawing: Drawing
+    batch_loader: BatchLoader
     engine: Engine
     extensions: Sequence[Extension]
     share: SampleIds | None
@@ -123,7 +123,7 @@ class Keeping:
         checkpoints: Checkpoints,
         step: int,
         exchanges: State,
-        counted: State,
+        counts: State,
         background: BackgroundTasks,
         telemetry: Telemetry,
     ) -> None:
@@ -137,7 +137,7 @@ class Keeping:
           background: Tasks that the writing is added to.
           telemetry: Receiver of the event.
         """
-        shared_state, replica_state = self.state(step, exchanges, counted)
+        shared_state, replica_state = self.build_states(step, exchanges, counts)
 
         async def write(runtime: Runtime) -> Path:
             folder = checkpoints.save(step, shared_state, replica_state)
@@ -150,37 +150,40 @@ class Keeping:
 
         await background.run(write, report_checkpoint)
 
-    def state(self, step: int, exchanges: State, counted: State) -> tuple[State, State]:
+    def build_states(self, step: int, exchanges: State, counts: State) -> tuple[State, State]:
         """Returns the state that all replicas share, and the state of this replica."""
         model_state, live_buffers = self.model.state_dict(), dict(self.model.named_buffers())
         buffers = {name: t for name, t in model_state.items() if name in live_buffers}
         parameters = {name: t for name, t in model_state.items() if name not in live_buffers}
-        has_diverged, drawing = self.engine.diverged, self.drawing
+        has_diverged, drawing = self.engine.has_diverged, self.batch_loader
         shared_state: State = {
             "step": step,
-            "fingerprint": fingerprint(self.model),
+            "fingerprint": compute_fingerprint(self.model),
             "workload": self.workload,
             "training": self.training.to_json(),
-            "model": {**parameters, **((self.engine.anchor_parameters() if has_diverged else None) or {})},
+            "model": {
+                **parameters,
+                **((self.engine.get_anchor_parameters() if has_diverged else None) or {}),
+            },
             "exchanges": exchanges["shared"],
         }
         replica_state: State = {
             "buffers": buffers,
             "parameters": parameters if has_diverged else {},
-            "optimizer": optimizer_state(self.optimizer),
+            "optimizer": get_optimizer_state(self.optimizer),
             "random": self.random.state_dict(),
-            "sampler": drawing.parts.sampler.state_dict(),
-            "stream": drawing.parts.stream.state_dict(),
+            "sampler": drawing.components.sampler.state_dict(),
+            "stream": drawing.components.stream.state_dict(),
             "drawn": drawing.state_dict(),
             "exchanges": exchanges["own"],
             "shared_nbytes": drawing.sent_nbytes,
             "extensions": {ext.key: ext.state_dict() for ext in self.extensions if ext.key},
-            "share": share_name(self.share),
-            **counted,
+            "share": hash_share(self.share),
+            **counts,
         }
         return shared_state, replica_state
 
-    def resume(self, checkpoints: Checkpoints, step: int, take: Callable[[State], None]) -> None:
+    def resume(self, checkpoints: Checkpoints, step: int, restore_counts: Callable[[State], None]) -> None:
         """Continues from the checkpoint of ``step``.
 
         Args:
@@ -191,29 +194,35 @@ class Keeping:
         Raises:
           CheckpointError: The checkpoint is damaged, or belongs to another model or share of the data.
         """
-        self.take_over(*checkpoints.load(step), f"{checkpoints.folder}, step {step}", take)
+        self.restore_states(*checkpoints.load(step), f"{checkpoints.folder}, step {step}", restore_counts)
 
-    def take_over(self, shared: State, own: State, where: str, take: Callable[[State], None]) -> None:
+    def restore_states(
+        self, shared_state: State, replica_state: State, origin: str, restore_counts: Callable[[State], None]
+    ) -> None:
         """Restores the shared state and the state of this replica; see :meth:`resume`."""
-        check_model(shared, self.model, where)
-        check_share(own, self.share, where)
-        check_optimizer_kind(own, self.optimizer, where)
-        with reading(where, "not of this recipe; resume with the one it was made with", CheckpointError):
-            self._load(shared, own)
-            take({**own, "step": shared["step"]})
+        check_model(shared_state, self.model, origin)
+        check_share(replica_state, self.share, origin)
+        check_optimizer_kind(replica_state, self.optimizer, origin)
+        with wrap_read_errors(
+            origin, "not of this recipe; resume with the one it was made with", CheckpointError
+        ):
+            self._load(shared_state, replica_state)
+            restore_counts({**replica_state, "step": shared_state["step"]})
 
-    def _load(self, shared: State, own: State) -> None:
-        drawing = self.drawing
-        self.model.load_state_dict({**shared["model"], **own["buffers"], **own["parameters"]})
-        load_optimizer_state(self.optimizer, own["optimizer"])
-        if "random" in own:
-            self.random.load_state_dict(own["random"])
-        drawing.parts.sampler.load_state_dict(own["sampler"])
-        drawing.parts.stream.seek(own["stream"])
-        drawing.load_state_dict(own["drawn"], own["shared_nbytes"])
-        exchanges = {"shared": shared["exchanges"], "own": own["exchanges"]}
+    def _load(self, shared_state: State, replica_state: State) -> None:
+        drawing = self.batch_loader
+        self.model.load_state_dict(
+            {**shared_state["model"], **replica_state["buffers"], **replica_state["parameters"]}
+        )
+        load_optimizer_state(self.optimizer, replica_state["optimizer"])
+        if "random" in replica_state:
+            self.random.load_state_dict(replica_state["random"])
+        drawing.components.sampler.load_state_dict(replica_state["sampler"])
+        drawing.components.stream.load_state_dict(replica_state["stream"])
+        drawing.load_state_dict(replica_state["drawn"], replica_state["shared_nbytes"])
+        exchanges = {"shared": shared_state["exchanges"], "own": replica_state["exchanges"]}
         self.engine.load_state_dict(exchanges)
-        extension_states = own["extensions"]
+        extension_states = replica_state["extensions"]
         keys = {extension.key for extension in self.extensions}
         if missing := {name for name, state in extension_states.items() if state} - keys:
             raise ValueError(f"it has the state of {', '.join(sorted(missing))}")

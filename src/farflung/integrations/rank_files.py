@@ -15,27 +15,27 @@ import torch.distributed as dist
 
 from farflung.errors import CheckpointError
 from farflung.handle import Handle
-from farflung.loop.optimizers import load_optimizer_state, optimizer_state
+from farflung.loop.optimizers import get_optimizer_state, load_optimizer_state
 from farflung.state_trees import load_tree, save_tree
 from farflung.types import State
 
-__all__ = ["begin_run", "gather_own", "load_own", "restore_own", "save_own"]
+__all__ = ["create_run_id", "gather_rank_state", "load_rank_state", "restore_rank_file", "save_rank_file"]
 
 
-def gather_own(handle: Handle, optimizer: torch.optim.Optimizer) -> State:
+def gather_rank_state(handle: Handle, optimizer: torch.optim.Optimizer) -> State:
     """Returns the local state of a rank; with local steps this includes its optimizer's state."""
     state: State = {"handle": handle.state_dict()}
-    return state if handle.is_synchronous else state | {"optimizer": optimizer_state(optimizer)}
+    return state if handle.is_synchronous else state | {"optimizer": get_optimizer_state(optimizer)}
 
 
-def load_own(handle: Handle, optimizer: torch.optim.Optimizer, state: State) -> None:
+def load_rank_state(handle: Handle, optimizer: torch.optim.Optimizer, state: State) -> None:
     """Restores :func:`gather_rank_state`."""
     if "optimizer" in state:
         load_optimizer_state(optimizer, state["optimizer"])
     handle.load_state_dict(state["handle"])
 
 
-def begin_run(device: torch.device) -> str:
+def create_run_id(device: torch.device) -> str:
     """Creates a unique run name, equal on all ranks of the process group, which all call this.
 
     Args:
@@ -47,12 +47,14 @@ def begin_run(device: torch.device) -> str:
     return f"{int(number):016x}"
 
 
-def save_own(own: Path, mark: str, state: State) -> None:
+def save_rank_file(path: Path, mark: str, state: State) -> None:
     """Saves the file of this rank, with the mark of its checkpoint."""
-    save_tree(own, {"mark": mark, "state": state})
+    save_tree(path, {"mark": mark, "state": state})
 
 
-def restore_own(own: Path, mark: object, load: Callable[[State], object], device: torch.device) -> None:
+def restore_rank_file(
+    path: Path, mark: object, load: Callable[[State], object], device: torch.device
+) -> None:
     """Restores a rank's file if all ranks have theirs; if none has, warns that state is reset. All ranks of the process
     group call this.
 
@@ -69,7 +71,7 @@ def restore_own(own: Path, mark: object, load: Callable[[State], object], device
     content: State = {}
     damage: CheckpointError | None = None
     try:
-        content = load_tree(own) if own.exists() else content
+        content = load_tree(path) if path.exists() else content
     except CheckpointError as error:
         damage = error
     is_present = damage is not None or (bool(content) and content.get("mark") == mark)
@@ -81,7 +83,7 @@ def restore_own(own: Path, mark: object, load: Callable[[State], object], device
             raise damage
         load(content["state"])
     elif num_present.item():
-        raise CheckpointError(f"{own}: there for some ranks and not for all: restore the others' files")
+        raise CheckpointError(f"{path}: there for some ranks and not for all: restore the others' files")
     elif rank == 0:
         reason = "is of another checkpoint" if content else "is not there"
-        warnings.warn(f"{own} {reason}: what codecs and schedules remember begins anew", stacklevel=2)
+        warnings.warn(f"{path} {reason}: what codecs and schedules remember begins anew", stacklevel=2)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from farflung.comm.framing import MOST_PIECE_NBYTES
+from farflung.comm.framing import MAX_PIECE_NBYTES
 from farflung.devices import CodingRates
-from farflung.tasks import Pending, done
+from farflung.tasks import Pending, create_completed
 from farflung.types import CodingCost
 
-__all__ = ["Lane"]
+__all__ = ["VirtualCodingProcessor"]
 
 ROUNDING_S = 1e-9
 """Tolerance of sums of seconds; work that is closer to its end is done."""
 
 
-class Lane:
+class VirtualCodingProcessor:
     """Communication thread of a modelled device; see :class:`farflung.types.CodingProcessor`.
 
     The thread codes, adds, takes a fixed time for each message that it sends or receives, and copies and encrypts
@@ -39,46 +39,51 @@ class Lane:
         self,
         rates: CodingRates,
         *,
-        encrypted: bool,
+        is_encrypted: bool,
         slowdown: Callable[[], float],
-        now: Callable[[], float],
-        at: Callable[[float, Callable[[], None]], None],
+        read_running_s: Callable[[], float],
+        call_when_running: Callable[[float, Callable[[], None]], None],
     ) -> None:
-        self._rates, self._slowdown, self._now, self._running_at = rates, slowdown, now, at
-        self._byte_s = rates.copy_s_per_byte + (rates.encrypt_s_per_byte if encrypted else 0.0)
-        self._through_at = 0.0
+        self._rates, self._slowdown, self._read_running_s, self._call_when_running = (
+            rates,
+            slowdown,
+            read_running_s,
+            call_when_running,
+        )
+        self._byte_s = rates.copy_s_per_byte + (rates.encrypt_s_per_byte if is_encrypted else 0.0)
+        self._idle_from_s = 0.0
         """Running time at which all requested work is done."""
         self.busy_s = 0.0
         """Total seconds of all requested work."""
-        self.not_charged: dict[str, None] = {}
+        self.uncharged_methods: dict[str, None] = {}
         """Methods without a rate for some of their work, in the order of requests."""
 
     def charge(self, cost: CodingCost) -> None:
         """Enqueues a piece of coding after all earlier work."""
         if (cost.operation, cost.method) not in self._rates.operations:
-            self.not_charged[cost.method] = None
-        self._take(self._rates.seconds(cost))
+            self.uncharged_methods[cost.method] = None
+        self._enqueue_work(self._rates.compute_seconds(cost))
 
-    def through(self) -> Pending[None]:
+    def wait_idle(self) -> Pending[None]:
         """Waits until all work requested so far is done."""
-        if self._through_at <= self._now():
-            return done(None)
+        if self._idle_from_s <= self._read_running_s():
+            return create_completed(None)
         pending: Pending[None] = Pending()
-        self._at(self._through_at, partial(pending.set, None))
+        self._call_at(self._idle_from_s, partial(pending.set_result, None))
         return pending
 
-    def send(self, nbytes: int, leave: Callable[[float], None]) -> None:
+    def send(self, nbytes: int, on_first_piece: Callable[[float], None]) -> None:
         """Sends a message of ``nbytes`` bytes.
 
         ``on_first_piece`` is called when its first piece is ready, with the seconds until the last piece is.
         """
-        piece_s, all_s = self._seconds(nbytes)
-        self._take(piece_s)
-        first_ready_s = self._through_at
-        self._take(all_s - piece_s)
-        self._at(first_ready_s, partial(leave, self._through_at - first_ready_s))
+        piece_s, all_s = self._compute_seconds(nbytes)
+        self._enqueue_work(piece_s)
+        first_ready_s = self._idle_from_s
+        self._enqueue_work(all_s - piece_s)
+        self._call_at(first_ready_s, partial(on_first_piece, self._idle_from_s - first_ready_s))
 
-    def receive(self, nbytes: int, since_s: float, deliver: Callable[[], None]) -> None:
+    def receive(self, nbytes: int, elapsed_s: float, deliver: Callable[[], None]) -> None:
         """Receives a message whose last byte has arrived.
 
         Args:
@@ -86,46 +91,46 @@ class Lane:
           elapsed_s: Seconds since the first byte could have arrived.
           deliver: Called when the message can be used.
         """
-        piece_s, all_s = self._seconds(nbytes)
-        self._take(all_s - piece_s, since_s)
-        self._take(piece_s)
-        self._at(self._through_at, deliver)
+        piece_s, all_s = self._compute_seconds(nbytes)
+        self._enqueue_work(all_s - piece_s, elapsed_s)
+        self._enqueue_work(piece_s)
+        self._call_at(self._idle_from_s, deliver)
 
-    def _seconds(self, nbytes: int) -> tuple[float, float]:
+    def _compute_seconds(self, nbytes: int) -> tuple[float, float]:
         """Computes the seconds of the first or last piece of a message, and of the whole message."""
         message_s, byte_s = self._rates.message_s, self._byte_s
-        piece_s = message_s + byte_s * min(nbytes, MOST_PIECE_NBYTES)
+        piece_s = message_s + byte_s * min(nbytes, MAX_PIECE_NBYTES)
         return piece_s, message_s + byte_s * nbytes
 
-    def beside(self, seconds: float, fn: Callable[[], None]) -> None:
+    def call_after_compute(self, seconds: float, fn: Callable[[], None]) -> None:
         """Calls ``fn`` after ``seconds`` of work on a processor that stands still while the thread works."""
-        end_s, worked_s = self._now() + seconds, self._worked_s()
+        end_s, worked_s = self._read_running_s() + seconds, self._get_worked_s()
 
         def check() -> None:
-            due_s = end_s + (self._worked_s() - worked_s)
-            if due_s <= self._now() + ROUNDING_S:
+            due_s = end_s + (self._get_worked_s() - worked_s)
+            if due_s <= self._read_running_s() + ROUNDING_S:
                 fn()
             else:
-                self._running_at(due_s + self._ahead_s(), check)
+                self._call_when_running(due_s + self._get_remaining_s(), check)
 
-        self._running_at(end_s + self._ahead_s(), check)
+        self._call_when_running(end_s + self._get_remaining_s(), check)
 
-    def _ahead_s(self) -> float:
+    def _get_remaining_s(self) -> float:
         """Returns the seconds of work that remain, as far as is known."""
-        return max(self._through_at - self._now(), 0.0)
+        return max(self._idle_from_s - self._read_running_s(), 0.0)
 
-    def _worked_s(self) -> float:
-        return self.busy_s - self._ahead_s()
+    def _get_worked_s(self) -> float:
+        return self.busy_s - self._get_remaining_s()
 
-    def _take(self, seconds: float, since_s: float = 0.0) -> None:
+    def _enqueue_work(self, seconds: float, elapsed_s: float = 0.0) -> None:
         """Enqueues a piece of work, which could have begun ``elapsed_s`` ago."""
         if seconds:
             seconds *= self._slowdown()
-            self._through_at = max(self._through_at, self._now() - since_s) + seconds
+            self._idle_from_s = max(self._idle_from_s, self._read_running_s() - elapsed_s) + seconds
             self.busy_s += seconds
 
-    def _at(self, t: float, fn: Callable[[], None]) -> None:
-        if t <= self._now():
+    def _call_at(self, t: float, fn: Callable[[], None]) -> None:
+        if t <= self._read_running_s():
             fn()
         else:
-            self._running_at(t, fn)
+            self._call_when_running(t, fn)

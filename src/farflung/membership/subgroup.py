@@ -10,12 +10,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from farflung.comm import ExchangeChannel
-from farflung.comm.channel import describe
+from farflung.comm.channel import describe_tag
 from farflung.errors import Unsupported, WaitEnded
-from farflung.tasks import Pending, failed
+from farflung.tasks import Pending, create_failed
 from farflung.types import AllReduce, Counts, Group, Payload, Tag, TensorSpec
 
-__all__ = ["Among", "ViewChannel"]
+__all__ = ["Subgroup", "ViewChannel"]
 
 
 class ViewChannel(ExchangeChannel):
@@ -30,38 +30,40 @@ class ViewChannel(ExchangeChannel):
       is_current: Function that returns True while the view is the newest.
     """
 
-    def __init__(self, within: Among, counts: ExchangeChannel, current: Callable[[], bool]) -> None:
-        super().__init__(within, *counts.tag(0)[:2])
-        self.sent = counts.sent
-        self._ranks, self._current = within.ranks, current
+    def __init__(
+        self, group: Subgroup, full_channel: ExchangeChannel, is_current: Callable[[], bool]
+    ) -> None:
+        super().__init__(group, *full_channel.get_tag(0)[:2])
+        self.sent_counts = full_channel.sent_counts
+        self._ranks, self._is_current = group.ranks, is_current
 
     @override
     def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
-        if not self._current():
-            return self._ended(src, hop)
-        return self._comm.recv(src, self.tag(hop), expect, deadline_s=math.inf)
+        if not self._is_current():
+            return self._fail_wait(src, hop)
+        return self._comm.recv(src, self.get_tag(hop), expect, deadline_s=math.inf)
 
     @override
-    def land(self, src: int, hop: int, into: Tensor) -> None:
-        if self._current():
-            super().land(src, hop, into)
+    def post_recv_buffer(self, src: int, hop: int, buffer: Tensor) -> None:
+        if self._is_current():
+            super().post_recv_buffer(src, hop, buffer)
 
-    def _ended(self, rank: int, hop: int) -> Pending[Any]:
-        return failed(WaitEnded(self._ranks[rank], describe(self.tag(hop))))
+    def _fail_wait(self, rank: int, hop: int) -> Pending[Any]:
+        return create_failed(WaitEnded(self._ranks[rank], describe_tag(self.get_tag(hop))))
 
     @override
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
-        if not self._current():
-            return self._ended(dst, hop)
-        self.sent[self._ranks[dst]] += payload.nbytes
-        return self._comm.send(payload, dst, self.tag(hop))
+        if not self._is_current():
+            return self._fail_wait(dst, hop)
+        self.sent_counts[self._ranks[dst]] += payload.nbytes
+        return self._comm.send(payload, dst, self.get_tag(hop))
 
     @override
-    def count(self, nbytes: Counts) -> None:
+    def count_sent(self, nbytes: Counts) -> None:
         raise Unsupported("native collectives in a run that outlives the loss of members")
 
 
-class Among:
+class Subgroup:
     """Group of some of the ranks of a larger group; see :class:`farflung.types.Group`.
 
     Args:
@@ -69,20 +71,20 @@ class Among:
       ranks: Ranks of the subgroup, as numbered in the larger group.
     """
 
-    lane: Any
+    coding_processor: Any
 
     def __init__(self, comm: Group, ranks: Sequence[int]) -> None:
         self._comm, self.ranks = comm, tuple(ranks)
         self.rank, self.size = self.ranks.index(comm.rank), len(self.ranks)
-        self.lane, self.sent = comm.lane, comm.sent
+        self.coding_processor, self.sent_bytes = comm.coding_processor, comm.sent_bytes
 
     @property
-    def auto(self) -> Mapping[int, str]:
-        return self._comm.auto
+    def auto_collectives(self) -> Mapping[int, str]:
+        return self._comm.auto_collectives
 
-    @auto.setter
-    def auto(self, names: Mapping[int, str]) -> None:
-        self._comm.auto = names
+    @auto_collectives.setter
+    def auto_collectives(self, names: Mapping[int, str]) -> None:
+        self._comm.auto_collectives = names
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
         return self._comm.send(payload, self.ranks[dst], tag, priority)
@@ -97,12 +99,12 @@ class Among:
     ) -> Pending[Payload]:
         return self._comm.recv(self.ranks[src], tag, expect, deadline_s=deadline_s)
 
-    def land(self, src: int, tag: Tag, into: Tensor) -> None:
-        self._comm.land(self.ranks[src], tag, into)
+    def post_recv_buffer(self, src: int, tag: Tag, buffer: Tensor) -> None:
+        self._comm.post_recv_buffer(self.ranks[src], tag, buffer)
 
-    def collective(self, name: str) -> AllReduce:
-        return self._comm.collective(name)
+    def get_collective(self, name: str) -> AllReduce:
+        return self._comm.get_collective(name)
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
         del tensor, tag
-        return failed(Unsupported("native collectives in a run that outlives the loss of members"))
+        return create_failed(Unsupported("native collectives in a run that outlives the loss of members"))

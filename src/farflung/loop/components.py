@@ -10,7 +10,7 @@ from farflung.data import NoSharing
 from farflung.errors import ConfigError
 from farflung.rates import NoScaling
 from farflung.types import (
-    BALANCED,
+    BALANCED_LABEL,
     RateScaling,
     Reducer,
     Sampler,
@@ -19,11 +19,11 @@ from farflung.types import (
     Stream,
 )
 
-__all__ = ["Parts"]
+__all__ = ["Components"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """Components of a recipe that one replica trains with; new for each replica.
 
     Raises:
@@ -41,46 +41,46 @@ class Parts:
 
     def __post_init__(self) -> None:
         _check_movable(self.sharing, self.stream, self.sampler)
-        is_unshared = self.stream.everything and not self.sharing.data_leaves_device
+        is_unshared = self.stream.has_random_access and not self.sharing.has_data_transfers
         if self.sampler.is_balanced and not is_unshared:
             raise ConfigError(
-                f"{BALANCED}: shares out samples that all replicas have: leave out --stream and --sharing"
+                f"{BALANCED_LABEL}: shares out samples that all replicas have: leave out --stream and --sharing"
             )
 
     @cached_property
-    def hold_shares(self) -> bool:
+    def needs_shares(self) -> bool:
         """Returns True if each replica needs samples of its own, beyond those that a stream brings."""
-        return (self.sampler.needs_scores and self.stream.everything) or self.sharing.moves_samples
+        return (self.sampler.needs_scores and self.stream.has_random_access) or self.sharing.is_permanent
 
     @cached_property
-    def even(self) -> bool:
+    def has_even_batches(self) -> bool:
         """Returns True if all replicas have equal batch sizes in every step."""
-        lends_samples = self.sharing.data_leaves_device and not self.sharing.moves_samples
-        return self.stream.everything and not self.sampler.is_balanced and not lends_samples
+        lends_samples = self.sharing.has_data_transfers and not self.sharing.is_permanent
+        return self.stream.has_random_access and not self.sampler.is_balanced and not lends_samples
 
     @property
-    def needs_all(self) -> str:
+    def reason_all_needed(self) -> str:
         """Reason why a run with these components ends when a replica is lost; empty if it can continue."""
-        if not self.schedule.reach:
+        if not self.schedule.max_steps_ahead:
             return (
                 f"schedule {self.schedule!r} needs all replicas: choose synchronous, pipelined, delayed, local_sgd, "
                 "post_local_sgd, diloco or streaming_diloco"
             )
-        if not self.reducer.repeatable:
+        if not self.reducer.is_repeatable:
             return f"reducer {self.reducer!r} needs all replicas: choose a codec"
-        if self.reducer.teaches and self.schedule.late:
+        if self.reducer.has_shared_delta and self.schedule.has_late_results:
             return (
                 f"reducer {self.reducer!r} learns from results in order, and schedule {self.schedule!r} has several "
                 "under way: choose a schedule without late results, or a codec"
             )
         if self.sampler.is_balanced:
-            return f"{BALANCED} needs all replicas: leave it out"
-        if self.hold_shares or not self.even or not self.sampler.has_shared_order:
+            return f"{BALANCED_LABEL} needs all replicas: leave it out"
+        if self.needs_shares or not self.has_even_batches or not self.sampler.has_shared_order:
             return "replicas have to draw from one data set: leave out --sampler, --stream and --sharing"
         return ""
 
     @property
-    def scales(self) -> bool:
+    def has_rate_scaling(self) -> bool:
         """Returns True if the learning rate follows the weight of gradients."""
         return self.scaling != NoScaling()
 
@@ -91,15 +91,15 @@ def _check_movable(sharing: Sharing, stream: Stream, sampler: Sampler) -> None:
     Raises:
       ConfigError: The stream or the sampler is of the wrong kind.
     """
-    if not sharing.moves_samples:
+    if not sharing.is_permanent:
         return
     name = f"sharing {type(sharing).__name__}"
-    if not stream.everything:
+    if not stream.has_random_access:
         raise ConfigError(
             f"{name}: moves samples between shares that stay, and those of stream {type(stream).__name__} come and go: "
             "leave out one of --sharing and --stream"
         )
-    if sharing.by_importance and not sampler.carries_scores:
+    if sharing.needs_scores and not sampler.can_transfer_scores:
         raise ConfigError(
             f"{name}: chooses by what the sampler knows of samples, and {type(sampler).__name__} knows nothing: choose "
             "another --sampler, or samples at random (by='uniform')"

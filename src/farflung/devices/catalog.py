@@ -50,26 +50,26 @@ from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 
-from farflung.devices.profile import CodingRates, DeviceProfile, Layer, Points
-from farflung.devices.stragglers import Occasional, Scheduled, Varying
+from farflung.devices.profile import CodingRates, DeviceProfile, LayerProfile, Points
+from farflung.devices.stragglers import OccasionalStraggler, ScheduledStraggler, VaryingStraggler
 from farflung.errors import ConfigError, UnknownName
-from farflung.files import naming
+from farflung.files import prefix_errors
 from farflung.options import require
-from farflung.tables import Table, open_toml
+from farflung.tables import Table, load_table
 
-__all__ = ["DEVICES", "Device", "coding_source", "device_profile", "device_toml", "load_device"]
+__all__ = ["DEVICES", "DeviceSpec", "describe_coding", "find_device", "format_device", "load_device"]
 
-SUSTAINED = 0.3
+SUSTAINED_FRACTION = 0.3
 """Share of the peak that training reaches: our choice."""
-REFERENCE = Path(__file__).with_name("reference.toml")
+REFERENCE_PATH = Path(__file__).with_name("reference.toml")
 """Machine whose coding and training were measured; the figures of named devices are scaled from it."""
-CORES = 1.0
+DEFAULT_CORES = 1.0
 """Cores of a named device, known by a single rate: it does not compute while it codes."""
-_MESSAGES = ("message_s", "copy_s_per_byte", "encrypt_s_per_byte")
+_MESSAGE_KEYS = ("message_s", "copy_s_per_byte", "encrypt_s_per_byte")
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """Figures of a data sheet.
 
     Args:
@@ -83,24 +83,26 @@ class Device:
     source: str
 
 
-DEVICES: dict[str, Device] = {
-    "raspberry-pi-4": Device(
+DEVICES: dict[str, DeviceSpec] = {
+    "raspberry-pi-4": DeviceSpec(
         48e9,
         4 << 30,
         "Four Cortex-A72 at 1.5 GHz, 8 operations a cycle; 4 GiB version. DGA's Pi is not named.",
     ),
-    "jetson-tx1": Device(511e9, 4 << 30, "256 cores at 0.998 GHz, 2 operations a cycle. Mercury's device."),
-    "k80": Device(4.37e12, 12 << 30, "One of the card's two GPUs, at boost clock. ScaDLES's device."),
-    "titan-x-pascal": Device(
+    "jetson-tx1": DeviceSpec(
+        511e9, 4 << 30, "256 cores at 0.998 GHz, 2 operations a cycle. Mercury's device."
+    ),
+    "k80": DeviceSpec(4.37e12, 12 << 30, "One of the card's two GPUs, at boost clock. ScaDLES's device."),
+    "titan-x-pascal": DeviceSpec(
         10.97e12, 12 << 30, "3,584 cores at 1.53 GHz, 2 operations a cycle. Pipe-SGD's device."
     ),
-    "v100": Device(15.7e12, 16 << 30, "SXM2, as in p3.16xlarge. The device of delayed updates."),
-    "cpu-core": Device(48e9, 4 << 30, "Our choice: 3 GHz, 16 operations a cycle."),
+    "v100": DeviceSpec(15.7e12, 16 << 30, "SXM2, as in p3.16xlarge. The device of delayed updates."),
+    "cpu-core": DeviceSpec(48e9, 4 << 30, "Our choice: 3 GHz, 16 operations a cycle."),
 }
 """Devices by name, with the peaks of their data sheets; :func:`find_device` assumes a fraction of them."""
 
 
-def device_profile(name: str, *, forward_flops: float | None = None) -> DeviceProfile:
+def find_device(name: str, *, forward_flops: float | None = None) -> DeviceProfile:
     """Finds a device by its name in :data:`DEVICES`, or loads it from a TOML file if ``name`` ends in ``.toml``.
 
     Args:
@@ -110,28 +112,28 @@ def device_profile(name: str, *, forward_flops: float | None = None) -> DevicePr
 
     Raises:
       UnknownName: There is no such name.
-      ConfigError: The file is wrong, or ``forward_flops`` is missing.
+      ConfigError: The file is wrong, or ``count_forward_flops`` is missing.
     """
     if name.endswith(".toml"):
         return load_device(Path(name), forward_flops=forward_flops)
     if name not in DEVICES:
         raise UnknownName("device", name, [*DEVICES, "a file ending in .toml"])
-    device, reference = DEVICES[name], _reference().coding
+    device, reference = DEVICES[name], _load_reference().coding
     assert reference is not None
-    times = _times_reference(device)
+    times = _compute_time_ratio(device)
     return DeviceProfile(
         name,
-        _forward_s(name, SUSTAINED * device.peak_flops, forward_flops),
+        _compute_forward_s(name, SUSTAINED_FRACTION * device.peak_flops, forward_flops),
         memory_nbytes=device.memory_nbytes,
-        source=f"{device.source} {SUSTAINED:.0%} of the peak: our choice. {coding_source(device)}",
-        coding=reference.scaled(times, max(1.0, times)),
-        cores=CORES,
+        source=f"{device.source} {SUSTAINED_FRACTION:.0%} of the peak: our choice. {describe_coding(device)}",
+        coding=reference.scale(times, max(1.0, times)),
+        cores=DEFAULT_CORES,
     )
 
 
-def coding_source(device: Device) -> str:
+def describe_coding(device: DeviceSpec) -> str:
     """Describes the origin of a named device's coding rates."""
-    name, times = _reference().name, _times_reference(device)
+    name, times = _load_reference().name, _compute_time_ratio(device)
     return (
         f"Coding takes {times:.3g} times what was measured on {name}, as training does, and nothing else is computed "
         "meanwhile; messages take as long as there, or longer where the device is slower: our choice."
@@ -139,14 +141,14 @@ def coding_source(device: Device) -> str:
 
 
 @cache
-def _reference() -> DeviceProfile:
+def _load_reference() -> DeviceProfile:
     """Loads the reference machine; its forward pass is one operation."""
-    return load_device(REFERENCE, forward_flops=1.0)
+    return load_device(REFERENCE_PATH, forward_flops=1.0)
 
 
-def _times_reference(device: Device) -> float:
+def _compute_time_ratio(device: DeviceSpec) -> float:
     """Computes the time of arithmetic over that of the reference machine."""
-    return 1 / (SUSTAINED * device.peak_flops * _reference().forward_s)
+    return 1 / (SUSTAINED_FRACTION * device.peak_flops * _load_reference().forward_s)
 
 
 def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProfile:
@@ -155,28 +157,34 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
     Raises:
       ConfigError: The file is absent, no TOML, or has a wrong value; one line with file and key.
     """
-    top = open_toml(path)
-    layers = tuple(table.build(Layer) for table in top.tables("layer"))
+    top = load_table(path)
+    layers = tuple(table.build(LayerProfile) for table in top.read_tables("layer"))
     if "flops_per_s" in top:
-        forward_s = _forward_s(str(path), top.number("flops_per_s"), forward_flops)
+        forward_s = _compute_forward_s(str(path), top.read_number("flops_per_s"), forward_flops)
     else:
-        forward_s = top.number("forward_s", 0.0 if layers else None)
-    rates = top.values(CodingRates, operations=_operations(top.tables("coding")))
-    with naming(path):
+        forward_s = top.read_number("forward_s", 0.0 if layers else None)
+    rates = top.read_fields(CodingRates, operations=_parse_operations(top.read_tables("coding")))
+    with prefix_errors(path):
         coding = CodingRates(**rates) if rates["operations"] or len(rates) > 1 else None
-    stragglers = {"occasional": Occasional, "varying": Varying, "scheduled": Scheduled}
+    stragglers = {
+        "occasional": OccasionalStraggler,
+        "varying": VaryingStraggler,
+        "scheduled": ScheduledStraggler,
+    }
     return top.build(
         DeviceProfile,
-        name=top.text("name", path.stem),
+        name=top.read_text("name", path.stem),
         forward_s=forward_s,
         layers=layers,
-        stragglers=tuple(table.build(kind) for key, kind in stragglers.items() for table in top.tables(key)),
+        stragglers=tuple(
+            table.build(kind) for key, kind in stragglers.items() for table in top.read_tables(key)
+        ),
         source=str(path),
         coding=coding,
     )
 
 
-def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+def format_device(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
     """Formats a device as TOML for :func:`load_device`, without stragglers.
 
     Args:
@@ -193,7 +201,7 @@ def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequen
     lines.append(f"cores = {device.cores!r}")
     coding = device.coding or CodingRates()
     if device.coding is not None:
-        lines += [f"{key} = {getattr(coding, key)!r}" for key in _MESSAGES]
+        lines += [f"{key} = {getattr(coding, key)!r}" for key in _MESSAGE_KEYS]
     for layer, name in zip_longest(device.layers, layers):
         lines += [
             "",
@@ -214,27 +222,27 @@ def device_toml(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequen
     return "\n".join(lines) + "\n"
 
 
-def _operations(tables: Sequence[Table]) -> dict[tuple[str, str], Points]:
+def _parse_operations(tables: Sequence[Table]) -> dict[tuple[str, str], Points]:
     operations: dict[tuple[str, str], Points] = {}
     for table in tables:
-        key = table.text("operation"), table.text("method", "")
-        sizes, seconds = table.wholes("numel"), table.numbers("seconds")
+        key = table.read_text("operation"), table.read_text("method", "")
+        sizes, seconds = table.read_integers("numel"), table.read_numbers("seconds")
         if len(sizes) != len(seconds):
             raise ConfigError(
-                f"{table.where}: numel has {len(sizes)} entries and seconds {len(seconds)}: give each size one time"
+                f"{table.location}: numel has {len(sizes)} entries and seconds {len(seconds)}: give each size one time"
             )
         if key in operations:
             raise ConfigError(
-                f"{table.where}: operation {key[0]!r} of method {key[1]!r} is there already: leave out one"
+                f"{table.location}: operation {key[0]!r} of method {key[1]!r} is there already: leave out one"
             )
-        operations |= table.make(
+        operations |= table.build_with(
             partial(CodingRates, {key: tuple(zip(sizes, seconds, strict=True))})
         ).operations
     return operations
 
 
-def _forward_s(where: str, flops_per_s: float, forward_flops: float | None) -> float:
-    require(0 < flops_per_s < math.inf, f"{where}: flops_per_s", flops_per_s, "above 0")
+def _compute_forward_s(source: str, flops_per_s: float, forward_flops: float | None) -> float:
+    require(0 < flops_per_s < math.inf, f"{source}: flops_per_s", flops_per_s, "above 0")
     if forward_flops is None:
-        raise ConfigError(f"{where}: known by its operations per second: give the model's forward_flops too")
+        raise ConfigError(f"{source}: known by its operations per second: give the model's forward_flops too")
     return forward_flops / flops_per_s

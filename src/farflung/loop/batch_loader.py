@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from farflung.comm import ExchangeChannel, Purpose
-from farflung.loop.members import Parts
+from farflung.loop.components import Components
 from farflung.seeding import RandomState
 from farflung.types import (
     Batch,
+    DrawContext,
     Json,
-    PoolView,
     Runtime,
     SampleIds,
     Samples,
     State,
 )
 
-__all__ = ["Drawing"]
+__all__ = ["BatchLoader"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
+class _PickedSamples:
     """Samples picked for a step, kept until their gradient has been contributed.
 
     Args:
@@ -39,21 +39,23 @@ class _Drawn:
     ids: SampleIds
     weights: Tensor | None
     weight: float | None
-    told: Mapping[str, Json]
+    telemetry: Mapping[str, Json]
     pool: int | SampleIds
 
     def state_dict(self) -> State:
         weights = {} if self.weights is None else {"weights": self.weights}
         drawn = {"ids": self.ids, **weights}
-        return {**drawn, "weight": self.weight, "told": dict(self.told), "pool": self.pool}
+        return {**drawn, "weight": self.weight, "told": dict(self.telemetry), "pool": self.pool}
 
     @staticmethod
-    def from_state(state: State) -> _Drawn:
-        return _Drawn(state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"])
+    def from_state(state: State) -> _PickedSamples:
+        return _PickedSamples(
+            state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"]
+        )
 
 
 @dataclass(slots=True)
-class Drawing:
+class BatchLoader:
     """Loader of the batches that a replica trains on.
 
     Args:
@@ -67,105 +69,111 @@ class Drawing:
     """
 
     runtime: Runtime
-    parts: Parts
+    components: Components
     source: Samples
-    count: int
+    num_samples: int
     share: float | None
     batch_size: int
     random: RandomState
     sent_nbytes: int = field(init=False, default=0)
     """Bytes of samples sent to other replicas."""
-    _drawn: _Drawn | None = field(init=False, default=None)
+    _picked_samples: _PickedSamples | None = field(init=False, default=None)
 
-    async def batch(self, step: int) -> tuple[Batch, Tensor | None]:
+    async def load_batch(self, step: int) -> tuple[Batch, Tensor | None]:
         """Loads a step's batch and its importance weights, waiting for a slow stream.
 
         Repeated calls return the same samples until :meth:`commit`, so an interrupted step loses none.
         """
         await self.pick(step)
-        assert self._drawn is not None
+        assert self._picked_samples is not None
         self.random.install()
-        rows = self.source.rows(self._drawn.ids)
-        if self.parts.sharing.due(step):
-            rows = await self._shared(rows, step)
+        rows = self.source.get_rows(self._picked_samples.ids)
+        if self.components.sharing.is_due(step):
+            rows = await self._exchange_rows(rows, step)
             self.random.install()
         batch = self.source.prepare(rows, train=True)
-        weights = self._drawn.weights
+        weights = self._picked_samples.weights
         if weights is not None and len(weights) < len(batch):
             weights = torch.cat([weights, weights.new_ones(len(batch) - len(weights))])
         return batch, weights
 
     async def pick(self, step: int) -> int:
         """Picks a step's samples unless that has been done, and returns their number."""
-        if self._drawn is None:
-            self._drawn = await self._draw(step)
-        return len(self._drawn.ids)
+        if self._picked_samples is None:
+            self._picked_samples = await self._draw(step)
+        return len(self._picked_samples.ids)
 
     @property
     def is_weighted(self) -> bool:
         """Returns True if the step's samples have importance weights."""
-        return self._drawn is not None and self._drawn.weights is not None
+        return self._picked_samples is not None and self._picked_samples.weights is not None
 
-    def view_of_rest(self, step: int) -> PoolView:
+    def get_undrawn(self, step: int) -> DrawContext:
         """Builds the context of samples that the step could have drawn and has not."""
-        assert self._drawn is not None
-        pool, used_ids = self._drawn.pool, self._drawn.ids
+        assert self._picked_samples is not None
+        pool, used_ids = self._picked_samples.pool, self._picked_samples.ids
         remaining = pool if isinstance(pool, int) else pool[~torch.isin(pool, used_ids)]
-        return self._view(step, remaining, len(used_ids))
+        return self._build_context(step, remaining, len(used_ids))
 
-    def weight(self, samples: int) -> float:
+    def compute_weight(self, samples: int) -> float:
         """Computes the weight in the mean of a step with ``samples`` samples."""
-        assert self._drawn is not None
-        return samples / self.batch_size if self._drawn.weight is None else self._drawn.weight
+        assert self._picked_samples is not None
+        return (
+            samples / self.batch_size if self._picked_samples.weight is None else self._picked_samples.weight
+        )
 
     def commit(self, step: int) -> Mapping[str, Json]:
         """Marks the step's samples as used, and returns telemetry fields of how they were drawn."""
-        assert self._drawn is not None
-        samples, self._drawn = self._drawn, None
-        used_ids = samples.ids.unique() if self.parts.sampler.needs_scores else samples.ids
-        self.parts.stream.commit(used_ids, step=step)
-        return samples.told
+        assert self._picked_samples is not None
+        samples, self._picked_samples = self._picked_samples, None
+        used_ids = samples.ids.unique() if self.components.sampler.needs_scores else samples.ids
+        self.components.stream.commit(used_ids, step=step)
+        return samples.telemetry
 
     def state_dict(self) -> State:
         """Returns the samples picked for the step under way; empty between steps."""
-        return {} if self._drawn is None else self._drawn.state_dict()
+        return {} if self._picked_samples is None else self._picked_samples.state_dict()
 
-    def load_state_dict(self, drawn: State, sent_nbytes: int) -> None:
+    def load_state_dict(self, state: State, sent_nbytes: int) -> None:
         """Continues from :meth:`state_dict`, and restores the number of bytes sent."""
-        self._drawn = _Drawn.from_state(drawn) if drawn else None
+        self._picked_samples = _PickedSamples.from_state(state) if state else None
         self.sent_nbytes = sent_nbytes
 
-    async def _draw(self, step: int) -> _Drawn:
-        stream, sampler = self.parts.stream, self.parts.sampler
+    async def _draw(self, step: int) -> _PickedSamples:
+        stream, sampler = self.components.stream, self.components.sampler
         if self.runtime.elastic is not None:
-            self.runtime.elastic.give_back(step, sampler)
-        arrivals = stream.poll(self.runtime.now(), step)
-        while arrivals.ready is not None:
-            await self.runtime.wait_for_data(arrivals.ready)
-            arrivals = stream.poll(self.runtime.now(), step)
+            self.runtime.elastic.return_batches(step, sampler)
+        arrivals = stream.poll(self.runtime.read_clock(), step)
+        while arrivals.next_poll is not None:
+            await self.runtime.wait_for_data(arrivals.next_poll)
+            arrivals = stream.poll(self.runtime.read_clock(), step)
         num_samples = self.batch_size if arrivals.count is None else arrivals.count
-        pool = self.count if stream.everything else arrivals.ids[:num_samples]
-        if self.parts.sampler.needs_scores:
+        pool = self.num_samples if stream.has_random_access else arrivals.ids[:num_samples]
+        if self.components.sampler.needs_scores:
             num_samples = min(num_samples, self.batch_size)
-        size = self.parts.sharing.own(num_samples, self.runtime.comm.size)
-        draw = sampler.next(self._view(step, pool, size))
-        fields: dict[str, Json] = {} if self.parts.even else {"held": len(arrivals.ids), **arrivals.told}
+        size = self.components.sharing.get_local_batch_size(num_samples, self.runtime.comm.size)
+        draw = sampler.draw(self._build_context(step, pool, size))
+        fields: dict[str, Json] = (
+            {} if self.components.has_even_batches else {"held": len(arrivals.ids), **arrivals.telemetry}
+        )
         weight = draw.weight if arrivals.weight is None else arrivals.weight
-        return _Drawn(draw.ids, draw.weights, weight, {**fields, **draw.told}, pool)
+        return _PickedSamples(draw.ids, draw.weights, weight, {**fields, **draw.telemetry}, pool)
 
-    def _view(self, step: int, pool: int | SampleIds, count: int) -> PoolView:
+    def _build_context(self, step: int, pool: int | SampleIds, count: int) -> DrawContext:
         comm, elastic = self.runtime.comm, self.runtime.elastic
         if elastic is not None:
-            ranks = elastic.at(step).ranks
+            ranks = elastic.find_change(step).ranks
             index = ranks.index(comm.rank) if comm.rank in ranks else 0  # a joining replica draws nothing yet
-            return PoolView(step, index, len(ranks), count, pool, 1.0)
+            return DrawContext(step, index, len(ranks), count, pool, 1.0)
         if self.share is None:
-            return PoolView(step, comm.rank, comm.size, count, pool, 1.0)
-        return PoolView(step, 0, 1, count, pool, self.share)
+            return DrawContext(step, comm.rank, comm.size, count, pool, 1.0)
+        return DrawContext(step, 0, 1, count, pool, self.share)
 
-    async def _shared(self, rows: Batch, step: int) -> Batch:
+    async def _exchange_rows(self, rows: Batch, step: int) -> Batch:
         """Returns the step's rows after a round of the sharing."""
-        channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.at(step), 0)
-        batch = await self.runtime.launch(self.parts.sharing.exchange(channel, self.source, rows, step=step))
+        channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.build_exchange_id(step), 0)
+        batch = await self.runtime.launch(
+            self.components.sharing.exchange(channel, self.source, rows, step=step)
+        )
         self.sent_nbytes += channel.sent_nbytes
         return batch

@@ -1,0 +1,383 @@
+"""Handshake: connections of one process, accepted or made, that are not authenticated yet.
+
+Each begins with an introduction. The acceptor sends a nonce. The dialer answers with its rank and a proof that
+it knows the tokens of both, which the run's store reveals to the run's processes alone. The acceptor proves the
+same. With keys all of this is inside TLS, and the other end's certificate must be byte for byte the one
+published for its rank: that the certificate verifies is not enough.
+
+An unauthenticated connection costs a descriptor, has a deadline, and counts against a limit. At the limit, or
+if no member is expected, nothing is accepted.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import secrets
+import socket
+import ssl
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from farflung.comm.connection import Connection, ConnectionState
+from farflung.comm.keys import build_tls_context, convert_to_der
+from farflung.comm.loop import EventLoop
+from farflung.comm.peer import CHALLENGE, HELLO, PROOF_NBYTES, VISITOR_RANK, Peer, should_connect
+from farflung.comm.records import RecvBuffers, Sender
+from farflung.comm.wire import MAGIC, VERSION
+
+if TYPE_CHECKING:
+    from farflung.comm.tcp import TcpTransport
+
+__all__ = ["MAX_UNAUTHENTICATED", "Handshaker", "Remote"]
+
+HANDSHAKE_S = 10.0
+"""Seconds that a connection may take until both ends have proved their ranks."""
+CROWDED_HANDSHAKE_S = 2.0
+"""Seconds that it may take if more than half of :data:`MAX_UNAUTHENTICATED` connections are open."""
+MAX_UNAUTHENTICATED = 64
+"""Most unauthenticated connections at once, besides the expected members."""
+RETRY_S, MAX_RETRY_S = 0.2, 5.0
+"""Seconds until another attempt to connect, doubled each time, and their maximum."""
+MAX_QUICK_RETRIES, QUICK_RETRY_S = 200, (0.5, 0.5, 0.5, 1.5)
+"""Most quick attempts to reconnect to a rank, and the seconds of each, in turn: the kernel retransmits after 1
+second."""
+_MAX_ACCEPTS = 32
+"""Most connections that are accepted in a row."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def _compute_proof(nonce: bytes, sender_token: bytes, receiver_token: bytes, *numbers: int) -> bytes:
+    """Computes the proof, for one process and this connection alone, that the sender knows both tokens."""
+    return hmac.digest(
+        receiver_token, nonce + sender_token + struct.pack(f"<{len(numbers)}I", *numbers), "sha256"
+    )
+
+
+@dataclass(eq=False)
+class Remote:
+    """State of a peer that is accepted or connected to.
+
+    Args:
+      peer: Address and credentials of the peer.
+      recv_buffers: Partial messages from it.
+    """
+
+    peer: Peer
+    recv_buffers: RecvBuffers
+    sender: Sender = field(default_factory=Sender)
+    connections: dict[int, Connection] = field(default_factory=dict)
+    """Connections, by number."""
+    num_wanted: int = 1
+    """Number of requested connections."""
+    has_ended: bool = False
+    """True once its connections have ended."""
+    is_reconnect: bool = False
+    """True if it was connected before."""
+    num_retries: int = 0
+    """Number of quick attempts to reconnect."""
+    has_failed_auth: bool = False
+    """True if a process at its address failed to authenticate as this peer."""
+    has_enough_connections: bool = False
+    """True if more connections have not helped."""
+    measured_busy_s: float = 0.0
+    measured_nbytes: int = 0
+    rate_bps: float = 0.0
+    """Busy seconds of the first connection, bytes that all had sent, and their rate, at the last measurement."""
+
+
+class Handshaker:
+    """Handshakes of a transport's unauthenticated connections.
+
+    Args:
+      transport: Transport that handles authenticated connections.
+      loop: Event loop that watches the sockets.
+      remotes: Peers that are accepted or connected to, by rank.
+      server_socket: Listening socket; None if no peer can connect.
+      num_expected: Number of connections to accept.
+      allow_late: True if peers may come after the first meeting.
+    """
+
+    def __init__(
+        self,
+        transport: TcpTransport,
+        loop: EventLoop,
+        remotes: dict[int, Remote],
+        server_socket: socket.socket | None,
+        num_expected: int,
+        allow_late: bool,
+    ) -> None:
+        self._transport, self._loop, self._remotes, self._allows_late = transport, loop, remotes, allow_late
+        self.server_socket, self.num_expected = server_socket, num_expected
+        self.connections: set[Connection] = set()
+        """Unauthenticated connections."""
+        self.visit_handler: tuple[bytes, Callable[[bytes], bytes]] | None = None
+        """Key that visitors prove that they know, and the function that answers them."""
+        self.server_context: ssl.SSLContext | None = None
+        """TLS settings for accepted connections; None if they must be rebuilt."""
+        self.is_paused = False
+        """True while nothing is accepted for lack of descriptors."""
+        self._is_closed = True
+        """True while nothing is accepted or connected, before the first meeting and at the end."""
+        self._is_accepting = False
+
+    def start(self) -> None:
+        """Starts to accept and make connections."""
+        self._is_closed = False
+
+    def connect(self, member: Remote, index: int, retry_s: float = RETRY_S) -> None:
+        """Connects to a peer; retries after ``retry_s`` seconds on failure."""
+        peer = member.peer
+        if self._is_closed or member.has_ended or self._remotes.get(peer.rank) is not member:
+            return
+        host, port = peer.host_and_port
+        try:
+            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        except OSError:  # no descriptor is free
+            self._loop.call_later(MAX_RETRY_S, partial(self.connect, member, index, retry_s))
+            return
+        sock.setblocking(False)
+        context = (
+            None
+            if self._transport.keys is None
+            else build_tls_context(self._transport.keys, [peer.key or ""], is_server=False)
+        )
+        connection = Connection(self._loop, self._transport, sock, peer.rank, context)
+        connection.index = index
+        if should_connect(self._transport.local_peer, peer):  # not a probe
+            is_quick = member.is_reconnect and member.num_retries < MAX_QUICK_RETRIES
+            retry = partial(
+                self.connect, member, index, retry_s if is_quick else min(2 * retry_s, MAX_RETRY_S)
+            )
+            connection.retry = partial(self._loop.call_later, retry_s, retry)
+            if is_quick:
+                member.num_retries += 1
+                self._loop.call_later(
+                    QUICK_RETRY_S[member.num_retries % len(QUICK_RETRY_S)], connection.give_up_connecting
+                )
+        self._limit_time(connection, HANDSHAKE_S)
+        connection.connect((host, port))
+
+    def _accept(self) -> None:
+        assert self.server_socket is not None
+        for _ in range(_MAX_ACCEPTS):
+            if not self._is_accepting:
+                return
+            try:
+                sock, _ = self.server_socket.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _NO_DESCRIPTORS:
+                    self.is_paused = True
+                    self._loop.call_later(1.0, self._resume)
+                    self.update_accepting()
+                    return
+                continue  # it was closed before it was accepted
+            sock.setblocking(False)
+            connection = Connection(self._loop, self._transport, sock, None, self._get_server_context())
+            is_crowded = (
+                sum(pending.dialed_rank is None for pending in self.connections) > MAX_UNAUTHENTICATED // 2
+            )
+            self._limit_time(connection, min(CROWDED_HANDSHAKE_S, HANDSHAKE_S) if is_crowded else HANDSHAKE_S)
+            connection.start_handshake()
+            self.update_accepting()
+
+    def _limit_time(self, connection: Connection, seconds: float) -> None:
+        """Ends a connection unless it authenticates within ``seconds``."""
+        self.connections.add(connection)
+
+        def give_up() -> None:
+            if connection in self.connections:
+                connection.end(TimeoutError())
+
+        self._loop.call_later(seconds, give_up)
+
+    def _resume(self) -> None:
+        self.is_paused = False
+        self.update_accepting()
+
+    def update_accepting(self) -> None:
+        """Updates the watch of the listening socket: accepts if a member is expected and the limit is not reached."""
+        if self.server_socket is None or self._is_closed:
+            return
+        missing = sum(
+            member.num_wanted - len(member.connections)
+            for member in self._remotes.values()
+            if member.connections and should_connect(member.peer, self._transport.local_peer)
+        )
+        expected = self.num_expected + missing
+        num_open = sum(connection.dialed_rank is None for connection in self.connections)
+        accepts = (
+            (expected > 0 or self.visit_handler is not None)
+            and num_open < MAX_UNAUTHENTICATED + expected
+            and not self.is_paused
+        )
+        if accepts != self._is_accepting:
+            self._is_accepting = accepts
+            self._loop.watch(self.server_socket.fileno(), readable=self._accept if accepts else None)
+
+    def _get_server_context(self) -> ssl.SSLContext | None:
+        """Returns the TLS settings for accepted connections, which know the members' certificates."""
+        if self._transport.keys is not None and self.server_context is None:
+            peers = [member.peer.key or "" for member in self._remotes.values()]
+            self.server_context = build_tls_context(self._transport.keys, peers, is_server=True)
+            if self.visit_handler is not None:
+                self.server_context.verify_mode = ssl.CERT_OPTIONAL  # a visitor shows none, and a member must
+        return self.server_context
+
+    def start_introduction(self, connection: Connection) -> None:
+        """Starts the introduction on a connection, after any TLS handshake."""
+        if connection.dialed_rank is None:
+            connection.nonce = secrets.token_bytes(16)
+            connection.send_introduction(
+                CHALLENGE.pack(MAGIC, VERSION, connection.nonce), expected_nbytes=HELLO.size
+            )
+        elif self._has_certificate_of(connection, self._remotes[connection.dialed_rank].peer):
+            connection.send_introduction(b"", expected_nbytes=CHALLENGE.size)
+        else:
+            connection.end(ConnectionError("another certificate"))
+
+    def _has_certificate_of(self, connection: Connection, peer: Peer) -> bool:
+        return self._transport.keys is None or connection.get_peer_certificate() == convert_to_der(
+            peer.key or ""
+        )
+
+    def handle_introduction(self, connection: Connection, data: bytes) -> None:
+        """Handles a part of the introduction."""
+        if connection.on_bytes is not None:
+            connection.on_bytes(data)
+            return
+        if connection.dialed_rank is None:
+            self._authenticate_peer(connection, *HELLO.unpack(data))
+            return
+        member = self._remotes[connection.dialed_rank]
+        local_token, peer_token = self._transport.local_peer.token, member.peer.token
+        if connection.nonce:
+            if hmac.compare_digest(data, _compute_proof(connection.nonce, peer_token, local_token)):
+                self._transport.promote(member, connection)
+            else:
+                connection.end(ConnectionError("another rank"))
+            return
+        magic, version, nonce = CHALLENGE.unpack(data)
+        if (magic, version) != (MAGIC, VERSION):
+            connection.end(ConnectionError("another protocol or version"))
+            return
+        connection.nonce = secrets.token_bytes(16)
+        proof = _compute_proof(
+            nonce, local_token, peer_token, self._transport.local_peer.rank, connection.index
+        )
+        connection.send_introduction(
+            HELLO.pack(self._transport.local_peer.rank, connection.index, connection.nonce, proof),
+            expected_nbytes=PROOF_NBYTES,
+        )
+
+    def _authenticate_peer(
+        self, connection: Connection, rank: int, index: int, nonce: bytes, proof: bytes
+    ) -> None:
+        """Authenticates the dialer of an accepted connection."""
+        if rank == VISITOR_RANK and self.visit_handler is not None:
+            self._authenticate_visitor(connection, self.visit_handler, nonce, proof)
+            return
+        member = self._remotes.get(rank)
+        local_token = self._transport.local_peer.token
+        if (
+            member is None
+            or not hmac.compare_digest(
+                proof, _compute_proof(connection.nonce, member.peer.token, local_token, rank, index)
+            )
+            or not self._has_certificate_of(connection, member.peer)
+        ):
+            connection.end(ConnectionError("no member"))
+            return
+        if member.has_ended or not should_connect(member.peer, self._transport.local_peer):
+            self.connections.discard(connection)  # it comes too early, or is a probe
+            connection.end(None)
+            return
+        if index in member.connections or index >= (member.num_wanted if member.connections else 1):
+            connection.end(ConnectionError("no member"))
+            return
+        connection.index = index
+        connection.send_introduction(_compute_proof(nonce, local_token, member.peer.token))
+        if connection.state is not ConnectionState.CLOSED:
+            self._transport.promote(member, connection)
+
+    def _authenticate_visitor(
+        self,
+        connection: Connection,
+        handler: tuple[bytes, Callable[[bytes], bytes]],
+        nonce: bytes,
+        proof: bytes,
+    ) -> None:
+        """Authenticates a visitor; see :mod:`farflung.comm.visit_handler`."""
+        from farflung.comm.visits import LENGTH, MAX_NBYTES, compute_visit_proof
+
+        (key, answer), nonces = handler, connection.nonce + nonce
+        if not hmac.compare_digest(
+            proof, compute_visit_proof(key, "visitor", nonces, self._transport.local_peer.key)
+        ):
+            connection.end(ConnectionError("no visitor"))
+            return
+
+        def handle_question(question: bytes) -> None:
+            self.connections.discard(connection)
+            self._transport.drain_connection(connection)
+            text = answer(question)
+            connection.send_and_close(LENGTH.pack(len(text)) + text)
+            self.update_accepting()
+
+        def handle_length(header: bytes) -> None:
+            (nbytes,) = LENGTH.unpack(header)
+            connection.on_bytes = handle_question
+            if 0 < nbytes <= MAX_NBYTES:
+                connection.send_introduction(b"", expected_nbytes=nbytes)
+            else:
+                connection.end(ConnectionError("no question"))
+
+        connection.on_bytes = handle_length
+        connection.send_introduction(
+            compute_visit_proof(key, "member", nonces, self._transport.local_peer.key),
+            expected_nbytes=LENGTH.size,
+        )
+
+    def handle_end(
+        self,
+        connection: Connection,
+        remote: Remote | None,
+        old_state: ConnectionState,
+        error: Exception | None,
+    ) -> None:
+        """Handles the end of an unauthenticated connection."""
+        self.connections.discard(connection)
+        if self._is_closed:
+            return
+        if connection.dialed_rank is None:
+            self._transport.count_rejected()
+        elif remote is not None:
+            self._handle_failure(remote, connection, old_state, error)
+        self.update_accepting()
+
+    def _handle_failure(
+        self, member: Remote, connection: Connection, old_state: ConnectionState, error: Exception | None
+    ) -> None:
+        """Handles a failed attempt to connect or authenticate."""
+        if member.is_reconnect and isinstance(error, ConnectionRefusedError):
+            self._transport.listener.handle_process_end(member.peer.rank)
+            return
+        if old_state is not ConnectionState.CONNECTING and not isinstance(error, TimeoutError):
+            member.has_failed_auth = True
+        if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "") and not self._allows_late:
+            self._transport.listener.handle_denial(member.peer.rank)
+        connection.retry()
+
+    def close(self) -> None:
+        """Closes all unauthenticated connections and the listening socket."""
+        self._is_closed = True
+        for connection in tuple(self.connections):
+            connection.end(None)
+        if self.server_socket is not None:
+            self._loop.watch(self.server_socket.fileno())
+            self.server_socket.close()

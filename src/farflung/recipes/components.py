@@ -1,0 +1,140 @@
+"""Builds the members of a recipe's families from its text and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from farflung.codecs import CODECS
+from farflung.comm import COLLECTIVES, find_collective
+from farflung.data import SHARINGS, STREAMS
+from farflung.errors import ConfigError
+from farflung.loop import Components
+from farflung.options import check_integer
+from farflung.rates import SCALINGS
+from farflung.recipes.recipe import Recipe
+from farflung.reducers import REDUCERS
+from farflung.sampling import SAMPLERS
+from farflung.schedules import SCHEDULES
+from farflung.seeding import derive_seed
+from farflung.spec import build, format_spec, parse_name, select_accepted
+from farflung.types import BALANCED_LABEL, Reducer, Sampler, Schedule, Sharing, Stream
+
+__all__ = ["REGISTRIES", "build_components"]
+
+REGISTRIES: dict[str, Mapping[str, Any]] = {
+    "codec": CODECS,
+    "reducer": REDUCERS,
+    "collective": COLLECTIVES,
+    "schedule": SCHEDULES,
+    "sampler": SAMPLERS,
+    "stream": STREAMS,
+    "sharing": SHARINGS,
+    "scaling": SCALINGS,
+}
+"""Registered members of each family, by name."""
+_BASE_CLASSES: dict[str, type] = {
+    "reducer": Reducer,
+    "sampler": Sampler,
+    "schedule": Schedule,
+    "sharing": Sharing,
+    "stream": Stream,
+}
+"""Base class of a family's members."""
+_REQUIRED_METHODS = {"codec": "encode", "scaling": "factor"}
+"""Method required of members of the other families."""
+
+
+def build_components(recipe: Recipe, seed: int, share: int | None) -> Components:
+    """Builds the members of a recipe; see :meth:`Recipe.build_components`."""
+    is_native = find_collective(recipe.collective).is_native
+    check_integer(f"recipe {recipe.name}", "bucket_nbytes", recipe.bucket_nbytes, 1)
+    stream: Stream = _build_member("stream", recipe.stream, STREAMS, needs_fresh=True)
+    if is_native and not stream.has_random_access:
+        raise ConfigError(
+            f"stream {format_spec(recipe.stream, STREAMS)}: the backend's own collectives (--collective "
+            f"{recipe.collective}) count waits for samples against their deadline: choose another collective"
+        )
+    schedule: Schedule = _build_member("schedule", recipe.schedule, SCHEDULES)
+    sampler_seed = derive_seed(seed, "sampler", *([] if share is None else [share]))
+    sampler: Sampler = _build_member(
+        "sampler", recipe.sampler, SAMPLERS, {"seed": sampler_seed}, needs_fresh=True
+    )
+    if share is not None and sampler.is_balanced:
+        raise ConfigError(f"{BALANCED_LABEL}: all replicas draw from the whole set: leave out --partition")
+    return Components(
+        reducer=_build_reducer(recipe),
+        schedule=schedule,
+        sampler=sampler,
+        stream=stream,
+        sharing=_build_member(
+            "sharing", recipe.sharing, SHARINGS, {"seed": derive_seed(seed, "sharing")}, needs_fresh=True
+        ),
+        scaling=_build_member("scaling", recipe.scaling, SCALINGS),
+        bucket_nbytes=recipe.bucket_nbytes,
+    )
+
+
+def _build_reducer(recipe: Recipe) -> Reducer:
+    is_codec = parse_name("reducer", recipe.reducer) == "codec" if isinstance(recipe.reducer, str) else False
+    options: dict[str, object] = {"collective": recipe.collective}
+    if is_codec:
+        options["codec"] = _build_member("codec", recipe.codec, CODECS)
+    reducer: Reducer = _build_member("reducer", recipe.reducer, REDUCERS, options)
+    if not is_codec and recipe.codec != "identity":
+        spec = recipe.reducer
+        reducer_kind = parse_name("reducer", spec) if isinstance(spec, str) else type(spec).__name__
+        raise ConfigError(
+            f"reducer {reducer_kind} takes no codec: leave out one of --reducer and --codec "
+            f"{format_spec(recipe.codec, CODECS)}"
+        )
+    return reducer
+
+
+def _build_member(
+    kind: str,
+    component: object,
+    registry: Mapping[str, Callable[..., Any]],
+    options: Mapping[str, object] | None = None,
+    *,
+    needs_fresh: bool = False,
+) -> Any:
+    """Returns the member named by text, created by a class or function, or passed as an object.
+
+    Args:
+      kind: Family.
+      component: Member as text, class, function or object.
+      registry: Members of the family by name.
+      options: Options with settings of their own.
+      needs_fresh: True if each replica needs its own member, so that an object is rejected.
+    """
+    if isinstance(component, str):
+        instance = build(kind, component, registry, options)
+    elif isinstance(component, type) or not _is_component(kind, component):
+        if not callable(component):
+            raise ConfigError(f"{kind} {component!r}: {_explain_mismatch(kind)}")
+        instance = component(**select_accepted(component, options or {}))
+    elif needs_fresh:
+        raise ConfigError(
+            f"{kind} {component!r}: each replica needs its own; give the class or a function that makes one"
+        )
+    else:
+        instance = component
+    if not _is_component(kind, instance):
+        raise ConfigError(f"{kind} {instance!r}: {_explain_mismatch(kind)}")
+    return instance
+
+
+def _is_component(kind: str, member: object) -> bool:
+    return (
+        isinstance(member, _BASE_CLASSES[kind])
+        if kind in _BASE_CLASSES
+        else hasattr(member, _REQUIRED_METHODS[kind])
+    )
+
+
+def _explain_mismatch(kind: str) -> str:
+    """Explains why an object is no member of a family."""
+    if kind in _BASE_CLASSES:
+        return f"its class has to derive from farflung.types.{_BASE_CLASSES[kind].__name__}"
+    return f"it has no method {_REQUIRED_METHODS[kind]}(); see farflung.types.{kind.title()}"
