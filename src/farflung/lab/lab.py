@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import socket
 import statistics
 import subprocess
