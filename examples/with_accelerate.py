@@ -32,7 +32,7 @@ optimizer, loader = accelerator.prepare(
 )
 model.to(accelerator.device)
 with farflung.attach(
-    model, optimizer, parse_recipe("synchronous").with_members(codec=options.codec)
+    model, optimizer, parse_recipe("synchronous").with_components(codec=options.codec)
 ) as handle:
     for _ in range(options.passes):
         for batch, targets in loader:

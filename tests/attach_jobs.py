@@ -385,7 +385,7 @@ def delayed(
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    recipe = farflung.recipes.parse_recipe("synchronous").with_members(schedule=how)
+    recipe = farflung.recipes.parse_recipe("synchronous").with_components(schedule=how)
     found: dict[str, Any] = {}
     with mock.patch.dict(SCHEDULES, observed=Observed):
         handle = farflung.attach(model, optimizer, recipe, store=store)
@@ -424,7 +424,7 @@ def freezes(rank: int, size: int, store: dist.Store, *, codec: str) -> list[str]
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     env = LaunchEnv(rank, size, rank, size)
-    recipe = recipe_of("synchronous").with_members(codec=codec)
+    recipe = recipe_of("synchronous").with_components(codec=codec)
     parts = []
     with farflung.attach(model, optimizer, recipe, launch_env=env, store=store), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -630,7 +630,7 @@ def unused(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if how:
-            recipe = recipe_of(how).with_members(codec=codec, bucket_nbytes=bucket_nbytes)
+            recipe = recipe_of(how).with_components(codec=codec, bucket_nbytes=bucket_nbytes)
             with (
                 mock.patch.object(
                     UnusedParameters, "exchange", autospec=True, side_effect=UnusedParameters.exchange
@@ -657,7 +657,7 @@ def unused(
 
 
 def recipe_of(schedule: str) -> farflung.Recipe:
-    return farflung.recipes.parse_recipe("synchronous").with_members(schedule=schedule)
+    return farflung.recipes.parse_recipe("synchronous").with_components(schedule=schedule)
 
 
 def refusals(rank: int, size: int, store: dist.Store) -> dict[str, str]:
@@ -973,7 +973,7 @@ def nonfinite(rank: int, size: int, store: dist.Store, *, what: str, how: str) -
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    chosen = recipe_of(how).with_members(bucket_nbytes=100)
+    chosen = recipe_of(how).with_components(bucket_nbytes=100)
     trail = []
     try:
         with farflung.attach(model, optimizer, chosen, launch_env=env, store=store, nonfinite=what) as handle:
@@ -1008,7 +1008,7 @@ def joins(rank: int, size: int, store: dist.Store, *, codec: str = "identity") -
     torch.manual_seed(0)
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    recipe = recipe_of("synchronous").with_members(codec=codec)
+    recipe = recipe_of("synchronous").with_components(codec=codec)
     with farflung.attach(model, optimizer, recipe, store=store) as handle, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
@@ -1101,7 +1101,7 @@ def loses(rank: int, size: int, store: dist.Store, lost: int, how: str, end: str
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     env = LaunchEnv(rank, size, rank, size)
-    chosen = farflung.recipes.parse_recipe("ring").with_members(schedule=how)
+    chosen = farflung.recipes.parse_recipe("ring").with_components(schedule=how)
     handle = farflung.attach(model, optimizer, chosen, elastic=2, launch_env=env, store=store)
     data = list(batches(0, 60))
     members, cursor = [], 0

@@ -310,7 +310,7 @@ LOOPS: dict[str, Loop] = {
 
 def run(rank: int, size: int, store: dist.Store, *, how: str, loops: list[str]) -> dict[str, dict[str, Any]]:
     """What each loop ends with: parameters, steps, what was said; or the error that stopped it."""
-    recipe = farflung.recipes.parse_recipe("synchronous").with_members(schedule=how)
+    recipe = farflung.recipes.parse_recipe("synchronous").with_components(schedule=how)
     return {
         name: _run(LOOPS[name], recipe, LaunchEnv(rank, size, rank, size), dist.PrefixStore(name, store))
         for name in loops

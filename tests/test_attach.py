@@ -95,7 +95,7 @@ def test_a_loop_goes_on_without_a_lost_rank(pool: Pool, lost: int, end: str, how
     [
         (replace(RECIPES["powersgd"], reducer="gradiveq"), "reducer .* needs all replicas: choose a codec"),
         (
-            RECIPES["delayed"].with_members(schedule="delayed(delay='auto')"),
+            RECIPES["delayed"].with_components(schedule="delayed(delay='auto')"),
             "schedule .* needs all replicas: choose synchronous, ",
         ),
         (replace(RECIPES["powersgd"], schedule="pipelined"), "learns from results in order"),

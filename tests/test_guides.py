@@ -251,7 +251,7 @@ def test_recipes_that_a_page_quotes_can_be_made(page: Path) -> None:
     for text, name in quoted(page):
         if name in RECIPES:
             settings = parse_variant(text)
-            RECIPES[name].with_members(
+            RECIPES[name].with_components(
                 **{family: settings.get(family) for family in FAMILIES}
             ).build_components(0)
 

@@ -203,9 +203,9 @@ class Sawtooth:
 
     progress_unit: Literal["steps", "samples"] = "steps"
 
-    def compute_factor(self, done: int, total: int) -> float:
+    def compute_factor(self, progress: int, total: int) -> float:
         del total
-        return 1 - done % 3 / 4
+        return 1 - progress % 3 / 4
 
 
 def test_a_schedule_of_ones_own() -> None:

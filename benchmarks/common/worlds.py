@@ -33,7 +33,7 @@ def replicas_in(
       sink: takes the events of rank 0.
       shares: of the training set; ``None``: all draw from the whole.
     """
-    chosen = parse_recipe("synchronous").with_members(**parts)
+    chosen = parse_recipe("synchronous").with_components(**parts)
     replicas = [
         make_replica(
             runtime,

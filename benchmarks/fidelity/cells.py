@@ -173,7 +173,7 @@ def use(cell: Cell, calibration: str, period: int, *, quick: bool) -> dict[str, 
 def recipe_of(name: str) -> Recipe:
     """One of :data:`RECIPES` or :data:`PERIODIC` as an object."""
     changes = dict((RECIPES | PERIODIC)[name])
-    return parse_recipe(changes.pop("recipe")).with_members(**changes)
+    return parse_recipe(changes.pop("recipe")).with_components(**changes)
 
 
 def _network(cell: Cell, scratch: Path) -> str:

@@ -250,7 +250,7 @@ class System:
 REFERENCE, SYNCHRONOUS = "DDP", "synchronous"
 OURS = {
     "diloco, 4 bits": System(
-        partial(ours, how=parse_recipe("diloco").with_members(codec="error_feedback(qsgd(bits=4))")),
+        partial(ours, how=parse_recipe("diloco").with_components(codec="error_feedback(qsgd(bits=4))")),
         optimizer="AdamW",
         until=LONG,
         canaries=("preset diloco",),
@@ -258,7 +258,7 @@ OURS = {
     "delayed, chunked_topk": System(
         partial(
             ours,
-            how=parse_recipe("delayed").with_members(
+            how=parse_recipe("delayed").with_components(
                 schedule=f"delayed(delay=20, period=2, warmup={ALIKE})", codec="error_feedback(chunked_topk)"
             ),
         ),
@@ -266,7 +266,7 @@ OURS = {
         canaries=("delayed, pulled",),
     ),
     "powersgd, rank 4": System(
-        partial(ours, how=parse_recipe("powersgd").with_members(reducer="powersgd(rank=4)")),
+        partial(ours, how=parse_recipe("powersgd").with_components(reducer="powersgd(rank=4)")),
         canaries=("preset powersgd",),
     ),
 }
@@ -303,7 +303,8 @@ POWERSGDS = {
     ),
     "powersgd, rank 4, AdamW": System(
         partial(
-            ours, how=parse_recipe("powersgd").with_members(reducer=f"powersgd(rank=4, dense_steps={ALIKE})")
+            ours,
+            how=parse_recipe("powersgd").with_components(reducer=f"powersgd(rank=4, dense_steps={ALIKE})"),
         ),
         optimizer="AdamW",
         canaries=("preset powersgd",),

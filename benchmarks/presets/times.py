@@ -126,7 +126,7 @@ def _phases(recipe: Recipe, steps: int) -> list[tuple[Mapping[str, Any], int]]:
     then, until = plain, 0
     if isinstance(parts.schedule, PostLocalSGD):
         then = {**plain, "schedule": f"local_sgd(sync_every={parts.schedule.sync_every})"}
-        until = parts.schedule.sync_steps
+        until = parts.schedule.warmup
     elif isinstance(parts.schedule, DiLoCo) and parts.schedule.warmup:
         first, until = plain, parts.schedule.warmup
         then = {**plain, "schedule": format_spec(replace(parts.schedule, warmup=0), SCHEDULES)}

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from farflung.errors import ConfigError
-from farflung.options import check_flag, check_number, check_share
+from farflung.options import check_coefficient, check_flag, check_number
 from farflung.types import OptimizerFactory
 
 __all__ = [
@@ -86,7 +86,7 @@ class AdamSettings:
         if not isinstance(betas, Sequence) or len(betas) != 2:
             raise ConfigError(f"{name}: betas {betas!r} must be two, as in betas=(0.9, 0.999)")
         for beta in betas:
-            check_share(name, "betas", beta)
+            check_coefficient(name, "betas", beta)
         check_number(name, "eps", self.eps, 0)
 
     def make(
@@ -171,7 +171,7 @@ class Lars(_PerParameterOptimizer):
         trust: float = 0.001,
     ) -> None:
         check_number("lars", "lr", lr, 0)
-        check_share("lars", "momentum", momentum)
+        check_coefficient("lars", "momentum", momentum)
         check_number("lars", "weight_decay", weight_decay, 0)
         LarsSettings(trust=trust)
         super().__init__(

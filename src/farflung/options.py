@@ -9,13 +9,13 @@ from farflung.errors import ConfigError
 
 __all__ = [
     "check_choice",
+    "check_coefficient",
     "check_factor",
     "check_flag",
     "check_fraction",
     "check_integer",
     "check_number",
     "check_seconds",
-    "check_share",
     "check_text",
     "require",
 ]
@@ -41,7 +41,7 @@ def check_flag(name: str, option: str, value: object) -> None:
         raise ConfigError(f"{name}: {option} {value!r} must be True or False")
 
 
-def check_share(name: str, option: str, share: object) -> None:
+def check_coefficient(name: str, option: str, share: object) -> None:
     """Checks that an option, such as a momentum, is in [0, 1).
 
     Raises:

@@ -116,7 +116,7 @@ def parse_name(kind: str, text: str) -> str:
     Raises:
       ConfigError: The text is malformed.
     """
-    return _get_member_name(kind, text, parse(kind, text))
+    return _parse_component_name(kind, text, parse(kind, text))
 
 
 def parse(kind: str, text: str) -> ast.expr:
@@ -222,7 +222,7 @@ def _format_name(factory: Callable[..., object], names: Registry[object]) -> str
     return f"{module}:{path}"
 
 
-def _get_member_name(kind: str, text: str, node: ast.expr) -> str:
+def _parse_component_name(kind: str, text: str, node: ast.expr) -> str:
     target = node.func if isinstance(node, ast.Call) else node
     name = unparse(target)
     if not (isinstance(target, ast.Name) or (isinstance(target, ast.Attribute) and ":" in name)):
@@ -238,7 +238,7 @@ def _make(
     settings: Mapping[str, object],
 ) -> T:
     call = node if isinstance(node, ast.Call) else None
-    name = _get_member_name(kind, text, node)
+    name = _parse_component_name(kind, text, node)
     positional = [_parse_value(kind, text, value, registry) for value in (call.args if call else ())]
     options: dict[str, object] = {}
     for keyword in call.keywords if call else ():

@@ -23,7 +23,7 @@ class Pending(Generic[T]):
     so the first of several reasons to end a wait wins.
     """
 
-    __slots__ = ("_callbacks", "_is_done", "_error", "_lock", "_value")
+    __slots__ = ("_callbacks", "_error", "_is_done", "_lock", "_value")
 
     def __init__(self) -> None:
         self._is_done = False

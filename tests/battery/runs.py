@@ -164,7 +164,7 @@ def wall_half(
         assert case is not None
         config = RunConfig.resolve({**case.whole, "steps": steps})
         run = PreparedRun(config, RunFolder(Path(path), is_resumed=resumed))
-        joining.join_run(run, _nobody, env)
+        joining.train_replica(run, _nobody, env)
 
 
 # --- what they leave behind -----------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def test_what_changes_on_its_way_is_timed_in_two_parts() -> None:
     assert (later["schedule"], rest) == ("local_sgd(sync_every=16)", 1000)
     assert [steps for _, steps in _phases(parse_recipe("post_local_sgd"), 50)] == [50]
     (_, warmup), (grown, rest) = _phases(
-        parse_recipe("diloco").with_members(schedule="diloco(sync_every=50, warmup=100)"), 2000
+        parse_recipe("diloco").with_components(schedule="diloco(sync_every=50, warmup=100)"), 2000
     )
     assert (warmup, rest, grown["schedule"]) == (100, 1900, "diloco(sync_every=50)")
     (_, dense), (low_rank, rest) = _phases(parse_recipe("powersgd"), 2000)

@@ -185,7 +185,8 @@ def test_an_absent_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a" * 39, "aaaa" * 100, '"' * 40, "é" * 40, "\udc00" * 40, Keys.generate().public[:-4], 7, None]
+    "text",
+    ["", "a" * 39, "aaaa" * 100, '"' * 40, "é" * 40, "\udc00" * 40, Keys.generate().public[:-4], 7, None],
 )
 def test_what_is_no_public_key(text: object) -> None:
     assert not is_public_key(text)

@@ -93,7 +93,7 @@ class Resharded:
             faults=plan,
         )
         shares = shares or IID().split(work.load_datasets()[0], size, seed=3)
-        chosen = parse_recipe("synchronous").with_members(
+        chosen = parse_recipe("synchronous").with_components(
             **{"sharing": PLAIN, "sampler": Carrying, **members}
         )
         self.events: list[list[Event]] = [[] for _ in range(size)]
@@ -567,10 +567,10 @@ def test_what_is_no_sample_of_the_training_set_is_refused(id_: int) -> None:
 
 
 def test_samples_that_come_and_go_have_no_owner() -> None:
-    chosen = parse_recipe("synchronous").with_members(sharing=PLAIN, sampler=Carrying, stream="rate(20)")
+    chosen = parse_recipe("synchronous").with_components(sharing=PLAIN, sampler=Carrying, stream="rate(20)")
     with pytest.raises(ConfigError, match=r"leave out one of --sharing and --stream"):
         chosen.build_components(3)
-    parts = parse_recipe("synchronous").with_members(sharing=PLAIN, sampler=Carrying).build_components(3)
+    parts = parse_recipe("synchronous").with_components(sharing=PLAIN, sampler=Carrying).build_components(3)
     with pytest.raises(ConfigError, match="those of stream RateLimited come and go"):
         replace(parts, stream=RateLimited(20.0))
     assert isinstance(parts.stream, InMemory)
@@ -580,8 +580,10 @@ def test_a_sampler_that_knows_nothing_cannot_choose() -> None:
     with pytest.raises(
         ConfigError, match=r"Uniform knows nothing: choose another --sampler, or .*by='uniform'"
     ):
-        parse_recipe("synchronous").with_members(sharing="resharding").build_components(3)
-    parts = parse_recipe("synchronous").with_members(sharing="resharding(by='uniform')").build_components(3)
+        parse_recipe("synchronous").with_components(sharing="resharding").build_components(3)
+    parts = (
+        parse_recipe("synchronous").with_components(sharing="resharding(by='uniform')").build_components(3)
+    )
     assert isinstance(parts.sampler, UniformSampler)
     assert parts.needs_shares
     assert not parse_recipe("synchronous").build_components(3).needs_shares
@@ -589,6 +591,6 @@ def test_a_sampler_that_knows_nothing_cannot_choose() -> None:
 
 def test_samples_of_all_have_no_owner() -> None:
     world = VirtualWorld(1)
-    parts = parse_recipe("synchronous").with_members(sharing=PLAIN, sampler=Carrying).build_components(3)
+    parts = parse_recipe("synchronous").with_components(sharing=PLAIN, sampler=Carrying).build_components(3)
     with pytest.raises(ConfigError, match="give each a share"):
         Replica(world.runtimes[0], Quadratic(), Training(5, 4, 0.05), parts, Telemetry(0))

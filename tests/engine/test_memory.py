@@ -63,7 +63,7 @@ def test_a_recipe_holds_what_its_docstring_says(how: str) -> None:
 
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    chosen = parse_recipe(how).with_members(bucket_nbytes=WIDTH * WIDTH * 4)
+    chosen = parse_recipe(how).with_components(bucket_nbytes=WIDTH * WIDTH * 4)
     with mock.patch.object(Engine, "_track_peak", tracked), farflung.attach(model, optimizer, chosen):
         rest = []
         for _ in range(STEPS):

@@ -38,7 +38,7 @@ def test_a_packet_takes_the_delay_and_its_share_of_the_bandwidth() -> None:
 
 def test_what_handing_over_takes_is_made_up_for() -> None:
     queues = queues_of(Site("all", None, Link(0.1)))
-    queues.handover_s = 0.04
+    queues.lead_s = 0.04
     queues.enqueue(0.0, 0, 1, FULL, b"a")
     assert arrivals(queues)[0][0] == pytest.approx(0.06)
 

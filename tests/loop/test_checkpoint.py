@@ -420,7 +420,7 @@ def replicas(
         checkpoints = Checkpoints(folder, rank, size, is_leader=rank == 0, num_kept=9)
         chosen = (
             parse_recipe("synchronous")
-            .with_members(**parts or {})
+            .with_components(**parts or {})
             .build_components(3, rank if parts else None)
         )
         share = torch.arange(44).chunk(size)[rank] if parts else None

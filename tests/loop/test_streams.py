@@ -85,7 +85,7 @@ class Streamed:
         for rank, make in enumerate(streams):
             parts = (
                 parse_recipe("synchronous")
-                .with_members(schedule=schedule, scaling=scaling)
+                .with_components(schedule=schedule, scaling=scaling)
                 .build_components(3)
             )
             parts = replace(parts, stream=make())
@@ -388,7 +388,7 @@ def test_nothing_more_rides_where_batches_are_alike() -> None:
         work = Quadratic(dim=6, samples=SAMPLES)
         training = Training(steps=1, batch_size=4, learning_rate=0.05)
         world = VirtualWorld(2)
-        parts = parse_recipe("synchronous").with_members(stream=stream)
+        parts = parse_recipe("synchronous").with_components(stream=stream)
         replicas = [
             Replica(r, work, training, parts.build_components(0), Telemetry(r.comm.rank))
             for r in world.runtimes

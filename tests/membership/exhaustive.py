@@ -67,13 +67,13 @@ class Effects:
         return self.held
 
     def install_view(self, view: View) -> None:
-        if self.held and not {*range(view.whole_exchanges[0] + 1), *view.whole_exchanges}.issuperset(
+        if self.held and not {*range(view.complete_exchanges[0] + 1), *view.complete_exchanges}.issuperset(
             self.held
         ):
             raise Broken(
-                f"a member holds {self.held}, view {view.number} begins after {view.whole_exchanges}"
+                f"a member holds {self.held}, view {view.number} begins after {view.complete_exchanges}"
             )
-        self.held = (view.whole_exchanges[-1],)
+        self.held = (view.complete_exchanges[-1],)
 
     def send_handovers(self, view: View) -> None:
         pass

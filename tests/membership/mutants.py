@@ -101,7 +101,7 @@ class OldestHeld(Member):
 
     def _build_successor(self, reports: Mapping[str, MemberReport]) -> View:
         view = super()._build_successor(reports)
-        return view._replace(whole_exchanges=view.whole_exchanges[:1], holders=view.holders[:1])
+        return view._replace(complete_exchanges=view.complete_exchanges[:1], holders=view.holders[:1])
 
 
 class WithoutLateAnswer(Member):

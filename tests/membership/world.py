@@ -116,10 +116,10 @@ class Node:
         self.contributions.clear()
         if not self.has_model:  # exchanges that were given before the state are not committed
             self.base, self.extra = -1, set()
-        covered = {*range(view.whole_exchanges[0] + 1), *view.whole_exchanges}
+        covered = {*range(view.complete_exchanges[0] + 1), *view.complete_exchanges}
         if self.has_model and not covered.issuperset(self.whole):
             raise Broken(
-                f"{self.name} holds {self.whole}, view {view.number} begins after {view.whole_exchanges}"
+                f"{self.name} holds {self.whole}, view {view.number} begins after {view.complete_exchanges}"
             )
         self.lacking = {x.exchange: x.giver for x in view.list_handovers() if x.receiver == self.name}
         self.running = True
@@ -179,7 +179,7 @@ class Node:
         assert self.view is not None
         if self.lacking.pop(gift.exchange, None) is None or not self.running:
             return
-        if gift.exchange == self.view.whole_exchanges[0]:
+        if gift.exchange == self.view.complete_exchanges[0]:
             self.has_model, self.base = True, max(self.base, gift.whole[0])
             self.extra.update(gift.whole)
         self.extra.add(gift.exchange)

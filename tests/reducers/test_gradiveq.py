@@ -494,7 +494,9 @@ def test_models_that_it_can_do_nothing_for_are_refused() -> None:
 
 
 def test_a_run_that_ends_before_anything_is_compressed_is_refused() -> None:
-    recipe = farflung.parse_recipe("synchronous").with_members(reducer="gradiveq(warm_up=3,sample_steps=5)")
+    recipe = farflung.parse_recipe("synchronous").with_components(
+        reducer="gradiveq(warm_up=3,sample_steps=5)"
+    )
     with pytest.raises(
         ConfigError, match=r"warm_up 3 and sample_steps 5 .* run of 9 steps: .* 10 steps or more"
     ):

@@ -372,8 +372,8 @@ def test_one_that_could_not_begin_asks_again(
         raise error
 
     monkeypatch.setattr(joining, "_ask_for_rank", asks)
-    monkeypatch.setattr(joining, "join_run", fails)
+    monkeypatch.setattr(joining, "train_replica", fails)
     (tmp_path / "run.key").touch()
     with pytest.raises(type(error), match=str(error)):
-        joining.join_running(str(tmp_path), lambda rank: nullcontext(lambda event: None), RunOptions())
+        joining.join_run(str(tmp_path), lambda rank: nullcontext(lambda event: None), RunOptions())
     assert asked == list(range(1, tries + 1 + (tries > 1)))

@@ -213,12 +213,12 @@ def test_a_show_that_waits_for_the_replica_to_end_does_not_hold_it_up(
     over = threading.Event()
 
     def joined(*args: Any, **options: Any) -> Run:
-        run = joining.join_run(*args, **options)
+        run = joining.train_replica(*args, **options)
         over.set()
         return run
 
     def show(event: Event) -> None:
         assert event["event"] != "step" or over.wait(DEADLINE_S), "it waits for its event to be shown"
 
-    monkeypatch.setattr(training, "join_run", joined)
+    monkeypatch.setattr(training, "train_replica", joined)
     assert train("synthetic/quadratic", steps=3, out=tmp_path / "run", sink=show).summary["steps"] == 3

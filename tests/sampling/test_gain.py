@@ -258,7 +258,7 @@ def run(
         make_replica(
             runtime,
             Rare(dim=6, samples=600),
-            parse_recipe("synchronous").with_members(sampler=sampler, **parts),
+            parse_recipe("synchronous").with_components(sampler=sampler, **parts),
             Training(steps, 4, 0.01, seed=3),
             Telemetry(rank),
             shares=[*torch.arange(600).tensor_split(workers)],

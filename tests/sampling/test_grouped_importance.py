@@ -117,8 +117,8 @@ def test_groups_by_time_are_as_large_as_the_wait_and_the_newest_takes_samples_ov
     draws, scored = train(sampler, range(6), some())
     # A wait of 0.36 s has room for 7 chunks of 5 samples that take 0.01 s each.
     assert [len(ids) for ids in scored] == [5, *[35] * 5]
-    assert [draw.telemetry["groups"] for draw in draws] == [1, 2, 2, 2, 2, 2]
-    assert [draw.telemetry["scored"] for draw in draws] == [0, 5, 35, 35, 35, 35]
+    assert [draw.metrics["groups"] for draw in draws] == [1, 2, 2, 2, 2, 2]
+    assert [draw.metrics["scored"] for draw in draws] == [0, 5, 35, 35, 35, 35]
     assert sorted(torch.cat(scored[:2]).tolist()) == list(range(N))
 
 
@@ -138,7 +138,7 @@ def test_groups_by_time_are_never_more_than_all_samples_or_is_asked_for() -> Non
     sampler = paper(0, groups="bacc", chunk=5, max_scored=13)
     draws, scored = train(sampler, range(5), some())
     assert [len(ids) for ids in scored] == [5, *[13] * 4]
-    assert draws[-1].telemetry["scored"] == 13
+    assert draws[-1].metrics["scored"] == 13
 
 
 # --- what batches stand for -------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_batches_by_gradient_norms_vary_less_than_uniform_ones() -> None:
     assert within(drawn, float(gradients.mean()))
     assert float(drawn.var()) < 0.9 * float(uniform.var())
     square = float(gradients.mean()) ** 2
-    told = sampler.draw(view(5000)).telemetry["variance_ratio"]
+    told = sampler.draw(view(5000)).metrics["variance_ratio"]
     assert isinstance(told, float)
     second = 8 * uniform.var() + square
     assert float(8 * drawn.var() + square) == pytest.approx(told * float(second), rel=0.2)
@@ -264,7 +264,7 @@ def test_a_batch_is_drawn_from_the_newest_group_without_replacement() -> None:
     for draw, candidates in zip(draws[1:], groups, strict=False):
         assert len(draw.ids.unique()) == 8
         assert bool(torch.isin(draw.ids, candidates).all())
-        assert draw.telemetry["rule"] == "pool"
+        assert draw.metrics["rule"] == "pool"
 
 
 @pytest.mark.parametrize(("rule", "groups"), [("pool", "bacc"), *thorough(("two", None))])
@@ -287,14 +287,14 @@ def test_candidates_by_older_scores_are_taken_where_few_samples_matter() -> None
     scores[::100] = 1.0
     sampler = GroupedImportance(1)
     draws, groups = train(sampler, range(130), scores, count)
-    told = [draw.telemetry["rule"] for draw in draws]
+    told = [draw.metrics["rule"] for draw in draws]
     assert told[:2] == ["uniform", "pool"]
     assert told[-20:] == ["two"] * 20
     held = [int((scores[ids] == 1).sum()) for ids in groups]
     assert max(held[:5]) < 8
     assert held[-20:] == [8] * 20, "all of them"
     train(sampler, range(130, 400), torch.ones(count), count)
-    assert sampler.draw(view(400, count)).telemetry["rule"] == "pool"
+    assert sampler.draw(view(400, count)).metrics["rule"] == "pool"
 
 
 def test_weights_of_candidates_have_a_bound() -> None:
@@ -373,7 +373,7 @@ def test_it_goes_on_from_its_state(groups: str, more: str, streams: bool, tmp_pa
             pool = torch.arange(3 * step, N + 3 * step) if streams else N
             (draw,), (group,) = train(sampler, range(step, step + 1), scores, pool)
             weights = [] if draw.weights is None else draw.weights.tolist()
-            told.append((draw.ids.tolist(), weights, dict(draw.telemetry), group.tolist()))
+            told.append((draw.ids.tolist(), weights, dict(draw.metrics), group.tolist()))
         return told
 
     whole = made()
@@ -446,7 +446,7 @@ def test_telemetry_says_what_importance_is_worth() -> None:
     sampler, scores = paper(0, groups=5), some()
     draws, scored = train(sampler, range(4), scores)
     unknown = dict.fromkeys(("rank_within_5", "rank_within_10", "score_age"))
-    assert draws[0].telemetry == {
+    assert draws[0].metrics == {
         "rule": "paper",
         "groups": 1,
         "scored": 0,
@@ -459,18 +459,16 @@ def test_telemetry_says_what_importance_is_worth() -> None:
         newest = scores[scored[step - 1]]
         ratio = compute_variance_ratio(newest, smooth_scores(newest, 0.5))
         known = {"groups": step + 1, "scored": 8, "variance_ratio": ratio}
-        assert {name: draws[step].telemetry[name] for name in known} == pytest.approx(known)
+        assert {name: draws[step].metrics[name] for name in known} == pytest.approx(known)
         # Of eight scores, 5 % is the first, 25 % the second and so on.
-        assert draws[step].telemetry["score_quantiles"] == [
+        assert draws[step].metrics["score_quantiles"] == [
             newest.sort().values[at].item() for at in (0, 1, 3, 5, 7)
         ]
         weights = draws[step].weights
         assert weights is not None
-        assert draws[step].telemetry["largest_weight"] == weights.max().item()
-        assert unknown.items() <= draws[step].telemetry.items(), (
-            "nobody is scored anew before all have a score"
-        )
-    json.dumps(dict(draws[-1].telemetry))
+        assert draws[step].metrics["largest_weight"] == weights.max().item()
+        assert unknown.items() <= draws[step].metrics.items(), "nobody is scored anew before all have a score"
+    json.dumps(dict(draws[-1].metrics))
 
 
 def test_telemetry_says_how_ranks_have_moved_since_the_scores_before() -> None:
@@ -482,10 +480,10 @@ def test_telemetry_says_how_ranks_have_moved_since_the_scores_before() -> None:
     for one, other in ((3, 6), (20, 30)):
         second[members[one]], second[members[other]] = first[members[other]], first[members[one]]
     draws, _ = train(sampler, range(2, 5), second, count)
-    assert draws[0].telemetry["score_age"] is None, "of step 1, where scores were the first"
-    told = [draws[1].telemetry[name] for name in ("rank_within_5", "rank_within_10", "score_age")]
+    assert draws[0].metrics["score_age"] is None, "of step 1, where scores were the first"
+    told = [draws[1].metrics[name] for name in ("rank_within_5", "rank_within_10", "score_age")]
     assert told == [36 / 40, 38 / 40, 2.0]
-    told = [draws[2].telemetry[name] for name in ("rank_within_5", "rank_within_10", "score_age")]
+    told = [draws[2].metrics[name] for name in ("rank_within_5", "rank_within_10", "score_age")]
     assert told == [1.0, 1.0, 2.0]
 
 
@@ -494,9 +492,9 @@ def test_ranks_of_what_others_have_scored_are_not_told() -> None:
     _, groups = train(sampler, range(2), scores, 20)
     sampler.replace_samples(groups[0][:3], torch.full((3,), 9.0))
     draws, _ = train(sampler, range(2, 4), scores, 20)
-    assert draws[1].telemetry["score_age"] is None, "seven are too few"
+    assert draws[1].metrics["score_age"] is None, "seven are too few"
     draws, _ = train(sampler, range(4, 6), scores, 20)
-    assert draws[1].telemetry["score_age"] == 2.0, "all ten were scored here by then"
+    assert draws[1].metrics["score_age"] == 2.0, "all ten were scored here by then"
 
 
 # --- what else a wait is spent on ---------------------------------------------------------------------------------
@@ -510,7 +508,7 @@ def test_a_wait_is_spent_on_scores_or_a_third_as_many_gradients(
 ) -> None:
     sampler = GroupedImportance(0, rule=rule, chunk=20)
     for step in range(4):
-        told = sampler.draw(view(step, 400)).telemetry["rule"]
+        told = sampler.draw(view(step, 400)).metrics["rule"]
         assert told == ("uniform" if step == 0 or rule == "fill" else "pool")
         due = sampler.plan_wait(view(step, 400), decide)
         assert sum(map(len, due.scores)) == scores

@@ -152,7 +152,7 @@ def run(
         make_replica(
             runtime,
             Quadratic(dim=6, samples=64),
-            parse_recipe("synchronous").with_members(schedule=schedule, sampler=sampler),
+            parse_recipe("synchronous").with_components(schedule=schedule, sampler=sampler),
             Training(steps, BATCH, 0.05, seed=3),
             Telemetry(rank, events[rank].append),
             shares=[torch.arange(0, 40), torch.arange(40, 64)],
@@ -231,7 +231,7 @@ def test_a_sampler_that_scores_needs_a_share() -> None:
         make_replica(
             world.runtimes[0],
             Quadratic(dim=6, samples=64),
-            parse_recipe("synchronous").with_members(sampler=Scored),
+            parse_recipe("synchronous").with_components(sampler=Scored),
             Training(2, BATCH, 0.05),
         )
 
@@ -259,7 +259,7 @@ class Picks(Scored):
 
 def test_of_a_stream_all_that_a_step_may_take_is_to_pick_from_and_what_was_not_picked_stays() -> None:
     stream = "rate(100.0, least=4, most=12, backlog=12)"
-    parts = parse_recipe("synchronous").with_members(sampler=Picks, stream=stream)
+    parts = parse_recipe("synchronous").with_components(sampler=Picks, stream=stream)
     training = Training(steps=6, batch_size=4, learning_rate=0.05, seed=3)
     world = VirtualWorld(1, seconds_per_sample=0.01)
     replica = make_replica(world.runtimes[0], Quadratic(dim=6, samples=64), parts, training)
@@ -277,7 +277,7 @@ class Weighed(UniformSampler):
     """Steps that weigh by the replica's share, with something to tell."""
 
     def draw(self, context: DrawContext) -> Draw:
-        return Draw(super().draw(context).ids, weight=context.share, telemetry={"said": context.step})
+        return Draw(super().draw(context).ids, weight=context.share, metrics={"said": context.step})
 
 
 def test_a_draw_weighs_and_tells() -> None:
@@ -417,7 +417,7 @@ def test_groups_by_time_end_within_a_chunk_of_the_aggregation(
         make_replica(
             runtime,
             task,
-            parse_recipe("mercury").with_members(sharing="none", sampler=ByTime),
+            parse_recipe("mercury").with_components(sharing="none", sampler=ByTime),
             Training(37, BATCH, 0.05, seed=3),
             shares=list(whole.chunk(3)),
         )

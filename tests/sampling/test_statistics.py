@@ -54,7 +54,7 @@ def test_running_statistics_are_those_of_batches_or_of_samples_beside_them(
     statistics: Any, is_weighted: bool
 ) -> None:
     world = VirtualWorld(1)
-    parts = parse_recipe("synchronous").with_members(sampler=lambda seed: Weighed(statistics, is_weighted))
+    parts = parse_recipe("synchronous").with_components(sampler=lambda seed: Weighed(statistics, is_weighted))
     task, training = Normed(dim=6, samples=40), Training(1, 4, 0.05, seed=3)
     replica = make_replica(world.runtimes[0], task, parts, training, shares=[torch.arange(40)])
     model, data = copy.deepcopy(replica.model), task.load_datasets()[0]

@@ -126,7 +126,7 @@ class Run:
         text = self.schedule if isinstance(self.schedule, str) else None
         parts = (
             parse_recipe("synchronous")
-            .with_members(schedule=text, **self.parts)
+            .with_components(schedule=text, **self.parts)
             .build_components(self.training.seed, order)
         )
         if self.sampler is not None:

@@ -70,7 +70,7 @@ REFUSED = {
 @pytest.mark.parametrize("schedule", REFUSED)
 def test_options_out_of_range_are_refused_with_the_reason(schedule: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[schedule]):
-        parse_recipe("synchronous").with_members(schedule=schedule).build_components(0)
+        parse_recipe("synchronous").with_components(schedule=schedule).build_components(0)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_settings_that_do_not_go_together_are_refused(
 
 def test_attach_says_what_it_carries() -> None:
     def said(**members: str) -> str:
-        return describe_attach_support(parse_recipe("synchronous").with_members(**members))
+        return describe_attach_support(parse_recipe("synchronous").with_components(**members))
 
     assert said(schedule="pipelined(correction=0.1)") == said(schedule="delayed('auto')") == "yes"
     assert said(schedule="delayed(5, pull='swap')") == "yes"
@@ -114,13 +114,13 @@ def test_attach_says_what_it_carries() -> None:
 def test_attach_names_the_nearest_recipe_that_it_carries(
     preset: str, members: dict[str, str], nearest: dict[str, str]
 ) -> None:
-    model, chosen = nn.Linear(2, 2), parse_recipe(preset).with_members(**members)
+    model, chosen = nn.Linear(2, 2), parse_recipe(preset).with_components(**members)
     changes = ", ".join(f"{family}={text!r}" for family, text in nearest.items())
     with pytest.raises(
         Unsupported, match=f"cannot follow recipe {preset}.*{re.escape(f'recipe.but({changes}),')}"
     ):
         attach(model, torch.optim.SGD(model.parameters(), 0.1), chosen)
-    assert not describe_attach_support(chosen.with_members(**nearest)).startswith("no")
+    assert not describe_attach_support(chosen.with_components(**nearest)).startswith("no")
 
 
 # --- losses that are not finite ---------------------------------------------------------------------------------

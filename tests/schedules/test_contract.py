@@ -62,7 +62,7 @@ ROWS: dict[str, Row] = {
     "pipelined (corrected)": Row(Pipelined(correction=0.04), lag=1),
     "pipelined (predicted)": Row(Pipelined(predict=True), lag=1),
     "pipelined (warmed up)": Row(Pipelined(width=4, warmup=10), lag=3),
-    "post_local_sgd": Row(PostLocalSGD(sync_steps=11, sync_every=7), every=7),
+    "post_local_sgd": Row(PostLocalSGD(warmup=11, sync_every=7), every=7),
     "streaming_diloco": Row(StreamingDiLoCo(sync_every=12, fragments=3, delay=2), lag=2, every=12),
     "streaming_diloco (of one fragment)": Row(
         StreamingDiLoCo(sync_every=6, fragments=1, delay=5), lag=5, every=6

@@ -110,7 +110,7 @@ def trained(world: VirtualWorld, steps: int = 3, schedule: str = "synchronous") 
             runtime,
             work,
             training,
-            parse_recipe("synchronous").with_members(schedule=schedule).build_components(training.seed),
+            parse_recipe("synchronous").with_components(schedule=schedule).build_components(training.seed),
             Telemetry(runtime.comm.rank, events.append),
         )
         for runtime in world.runtimes

@@ -173,7 +173,7 @@ def test_samples_are_used_in_order_and_once(reader: Make) -> None:
     arrivals = one.stream.poll(0.0, 2)
     assert arrivals.next_poll is not None
     source.put(0, *VALUES[12:15])
-    told = one.take(2).telemetry
+    told = one.take(2).metrics
     assert told == {"held": 5, "held_nbytes": 5 * (4 * 4 + 8), "dropped": 0, "skipped": 0}
     assert one.step(2) == [(0, n) for n in range(10, 15)]
     one.stream.close()
@@ -283,11 +283,11 @@ def test_messages_that_do_not_decode_are_skipped_and_counted(reader: Make) -> No
     source = Fountain([*VALUES[:4], b"garbage", *VALUES[5:8], b"", *VALUES[9:12]])
     one = reader(source, skip=2)
     assert one.step(0) == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 5)]
-    assert one.take(1).telemetry["skipped"] == 2
+    assert one.take(1).metrics["skipped"] == 2
     assert one.stream.state_dict()["skipped"] == 2
     again = reader(Fountain(*source.partitions.values()), skip=2)
     again.stream.load_state_dict(one.stream.state_dict())
-    assert again.take(1).telemetry["skipped"] == 2
+    assert again.take(1).metrics["skipped"] == 2
     source.put(0, b"worse")
     one.step(1)
     with pytest.raises(

@@ -191,7 +191,7 @@ def test_a_truncated_stream_takes_the_newest_and_holds_no_more_than_just_streame
         arrivals = stream.poll(now, step)
         assert arrivals.next_poll is None
         taken.append(arrivals.ids.tolist())
-        told.append(tuple(arrivals.telemetry.values()))
+        told.append(tuple(arrivals.metrics.values()))
         stream.commit(arrivals.ids, step=step)
     assert taken == [[0, 1], [9, 10, 11], [12, 13, 14]]
     assert told == [(2, 24, 0), (10, 120, 7), (3, 36, 7)]
@@ -205,7 +205,7 @@ def test_what_a_truncated_step_leaves_is_dropped() -> None:
     arrivals = stream.poll(4.0, 0)
     stream.commit(arrivals.ids[:3], step=0)
     assert shown(stream.poll(5.0, 1)) == ([4], 6.0, None)
-    assert stream.poll(6.0, 1).telemetry["dropped"] == 1
+    assert stream.poll(6.0, 1).metrics["dropped"] == 1
 
 
 @pytest.mark.parametrize(("rate", "size"), [(8.0, 8), (20.4, 20), (38, 38), (5000.0, 1024)])

@@ -85,7 +85,7 @@ def replica(
         runtime,
         work,
         training,
-        parse_recipe("synchronous").with_members(**parts).build_components(training.seed),
+        parse_recipe("synchronous").with_components(**parts).build_components(training.seed),
         Telemetry(runtime.comm.rank),
         device=select_device(device),
     )
@@ -171,7 +171,7 @@ def scored(runtime: Runtime, parts: dict[str, str], steps: int) -> Replica:
     """
     work, rank, size = packaged(), runtime.comm.rank, runtime.comm.size
     training = Training.resolve(work.defaults, {"steps": steps, "batch_size": 8, "seed": 3})
-    made = parse_recipe("synchronous").with_members(**parts).build_components(training.seed, rank)
+    made = parse_recipe("synchronous").with_components(**parts).build_components(training.seed, rank)
     # Shares of unlike size.
     whole = torch.arange(len(work.load_datasets()[0]))
     share = whole[: len(whole) // 3] if rank == 0 else whole[len(whole) // 3 :][rank - 1 :: size - 1]
@@ -182,7 +182,7 @@ def streamed(runtime: Runtime, stream: str, parts: dict[str, str], steps: int) -
     """A replica whose samples arrive, on a small quadratic."""
     work = Quadratic(dim=6, samples=64)
     training = Training(steps=steps, batch_size=4, learning_rate=0.05, seed=3)
-    made = parse_recipe("synchronous").with_members(**parts).build_components(training.seed)
+    made = parse_recipe("synchronous").with_components(**parts).build_components(training.seed)
     made = replace(made, stream=STREAMS[stream](runtime.comm.rank))
     return Replica(runtime, work, training, made, Telemetry(runtime.comm.rank))
 
@@ -227,7 +227,7 @@ def resharded(runtime: Runtime, parts: dict[str, Any], count: int) -> Replica:
         work,
         training,
         parse_recipe("synchronous")
-        .with_members(sampler=Carrying, **parts)
+        .with_components(sampler=Carrying, **parts)
         .build_components(training.seed, rank),
         Telemetry(rank),
         share=IID().split(work.load_datasets()[0], size, seed=3)[rank],

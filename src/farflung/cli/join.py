@@ -30,13 +30,13 @@ class Join(OutputOptions):
 
     def run(self) -> int:
         from farflung.cli.progress import Progress
-        from farflung.runs import RunOptions, join_running
+        from farflung.runs import RunOptions, join_run
 
         options = RunOptions(out=self.out, device=self.device, endpoint=build_endpoint(self))
 
         def create_progress(rank: int) -> Progress:
             return Progress(quiet=self.quiet or self.json, followed_rank=rank)
 
-        run = join_running(self.run_address, create_progress, options, self.key)
+        run = join_run(self.run_address, create_progress, options, self.key)
         print_result(run, as_json=self.json)
         return 0

@@ -16,7 +16,7 @@ from typing_extensions import override
 from farflung.codecs.base import TransformCodec, check_floating
 from farflung.codecs.bits import pack_indices, unpack_indices
 from farflung.errors import ProtocolError
-from farflung.options import check_integer, check_share
+from farflung.options import check_coefficient, check_integer
 from farflung.types import CodecState, ParameterSpan, Payload, Seeds, TensorSpec
 
 __all__ = ["DeMo"]
@@ -62,7 +62,7 @@ class DeMo(TransformCodec):
     is_stateless: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_share("demo", "decay", self.decay)
+        check_coefficient("demo", "decay", self.decay)
         check_integer("demo", "chunk", self.chunk, 1, 256)
         check_integer("demo", "keep", self.keep, 1)
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from farflung.codecs.base import SparseCodec
 from farflung.codecs.routed import gather_runs
 from farflung.codecs.selection import count_kept, find_largest
-from farflung.options import check_fraction, check_integer, check_share
+from farflung.options import check_coefficient, check_fraction, check_integer
 from farflung.types import CodecState, ParameterSpan, Payload, Seeds, TensorSpec
 
 __all__ = ["DGC"]
@@ -62,7 +62,7 @@ class DGC(SparseCodec):
 
     def __post_init__(self) -> None:
         check_fraction("dgc", "density", self.density)
-        check_share("dgc", "momentum", self.momentum)
+        check_coefficient("dgc", "momentum", self.momentum)
         check_integer("dgc", "warmup_steps", self.warmup_steps, 0)
 
     @override

@@ -717,7 +717,7 @@ class Coordinator:
             round.drop_device(rank)
         if rank not in self.registry.devices:
             return
-        self.registry.remove_member(rank)
+        self.registry.remove_device(rank)
         self._pending_meetings = {
             number: pair for number, pair in self._pending_meetings.items() if rank not in pair
         }

@@ -191,7 +191,7 @@ class BlockRegistry:
         if isinstance(placed_block.order, Columns):
             block.pending_parts.update(part.partition for part in placed_block.order.parts)
 
-    def remove_member(self, rank: int) -> None:
+    def remove_device(self, rank: int) -> None:
         """Removes a device and its blocks."""
         self.devices.pop(rank, None)
         for block in self.blocks.values():

@@ -71,7 +71,7 @@ class MessageWithdrawn(Exception):
 class _OutgoingMessage:
     """An outgoing message."""
 
-    __slots__ = ("frames", "sent", "number", "offset", "tensor", "num_unsent", "view")
+    __slots__ = ("frames", "num_unsent", "number", "offset", "sent", "tensor", "view")
 
     def __init__(self, frames: Sequence[Frame], view: int) -> None:
         self.frames, self.view = frames, view

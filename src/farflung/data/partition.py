@@ -38,19 +38,19 @@ class IID:
     [3, 3, 2, 2]
     """
 
-    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        _check_size(len(data), parts)
-        return _split_evenly(_create_random(seed, "iid").permutation(len(data)), parts)
+    def split(self, data: Dataset, num_parts: int, *, seed: int = 0) -> list[SampleIds]:
+        _check_size(len(data), num_parts)
+        return _split_evenly(_create_random(seed, "iid").permutation(len(data)), num_parts)
 
 
 @dataclass(frozen=True, slots=True)
 class ByOrder:
     """Split into consecutive runs of nearly equal length, for data that is ordered by place or time."""
 
-    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
+    def split(self, data: Dataset, num_parts: int, *, seed: int = 0) -> list[SampleIds]:
         del seed
-        _check_size(len(data), parts)
-        return _split_evenly(np.arange(len(data)), parts)
+        _check_size(len(data), num_parts)
+        return _split_evenly(np.arange(len(data)), num_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +74,19 @@ class Labels:
     def __post_init__(self) -> None:
         check_integer("partition labels", "k", self.k, 1)
 
-    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        labels, k = _get_labels("labels", data, parts), self.k
+    def split(self, data: Dataset, num_parts: int, *, seed: int = 0) -> list[SampleIds]:
+        labels, k = _get_labels("labels", data, num_parts), self.k
         classes = int(labels.max()) + 1
         if k > classes:
             raise ConfigError(f"{k} labels each: this data set has {classes}")
-        if parts * k < classes:
+        if num_parts * k < classes:
             raise ConfigError(
-                f"{parts} parts of {k} labels leave {classes - parts * k} of {classes} labels out; "
-                f"take at least {-(-classes // parts)} labels each"
+                f"{num_parts} parts of {k} labels leave {classes - num_parts * k} of {classes} labels out; "
+                f"take at least {-(-classes // num_parts)} labels each"
             )
         random = _create_random(seed, "labels")
-        places = [place % classes for place in range(parts * k)]
-        part_pieces: list[list[np.ndarray]] = [[] for _ in range(parts)]
+        places = [place % classes for place in range(num_parts * k)]
+        part_pieces: list[list[np.ndarray]] = [[] for _ in range(num_parts)]
         for label in range(classes):
             owners = [place // k for place, place_label in enumerate(places) if place_label == label]
             members = random.permutation(np.flatnonzero(labels == label))
@@ -120,25 +120,25 @@ class Dirichlet:
     def __post_init__(self) -> None:
         check_number("partition dirichlet", "alpha", self.alpha, _MIN_ALPHA)
 
-    def split(self, data: Dataset, parts: int, *, seed: int = 0) -> list[SampleIds]:
-        labels, random = _get_labels("dirichlet", data, parts), _create_random(seed, "dirichlet")
+    def split(self, data: Dataset, num_parts: int, *, seed: int = 0) -> list[SampleIds]:
+        labels, random = _get_labels("dirichlet", data, num_parts), _create_random(seed, "dirichlet")
         total = len(labels)
         members = [np.flatnonzero(labels == label) for label in range(int(labels.max()) + 1)]
         for _ in range(_MAX_DRAWS):
-            part_pieces: list[list[np.ndarray]] = [[] for _ in range(parts)]
-            sizes = np.zeros(parts)
+            part_pieces: list[list[np.ndarray]] = [[] for _ in range(num_parts)]
+            sizes = np.zeros(num_parts)
             for ids in members:
-                shares = random.dirichlet(np.full(parts, self.alpha)) * (sizes < total / parts)
+                shares = random.dirichlet(np.full(num_parts, self.alpha)) * (sizes < total / num_parts)
                 if not shares.sum() > 0:  # underflow, or all parts are full: the smallest gets all
-                    shares = (np.arange(parts) == sizes.argmin()).astype(float)
+                    shares = (np.arange(num_parts) == sizes.argmin()).astype(float)
                 cuts = np.round(np.cumsum(shares / shares.sum())[:-1] * len(ids)).astype(int)
                 for part, piece in enumerate(np.split(random.permutation(ids), cuts)):
                     part_pieces[part].append(piece)
                     sizes[part] += len(piece)
-            if sizes.min() >= min(_MIN_SAMPLES, total // parts):
+            if sizes.min() >= min(_MIN_SAMPLES, total // num_parts):
                 return _shuffle_parts(random, part_pieces)
         raise ConfigError(
-            f"no Dirichlet({self.alpha}) split of {total} samples gives each of {parts} parts {_MIN_SAMPLES}; "
+            f"no Dirichlet({self.alpha}) split of {total} samples gives each of {num_parts} parts {_MIN_SAMPLES}; "
             "take a larger concentration or fewer parts"
         )
 

@@ -42,10 +42,10 @@ class LinkGate:
         if opens is not None:
             opens.set_result(None)
 
-    async def wait_open(self, rest_s: float = 0.0) -> float:
+    async def wait_open(self, idle_s: float = 0.0) -> float:
         """Stays idle first if exchanges are in flight that no step waits for, then waits until the gate is open."""
-        if rest_s and self._has_overlap and self._is_busy():
-            await self._runtime.sleep_until(self.read_clock() + rest_s)
+        if idle_s and self._has_overlap and self._is_busy():
+            await self._runtime.sleep_until(self.read_clock() + idle_s)
         # It may have been shut again since the wait was over.
         while (opens := self._opening) is not None:
             await opens

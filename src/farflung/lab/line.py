@@ -156,7 +156,7 @@ class _Line:
         queues = self._queues
         match order:
             case {"do": "early", "seconds": float(seconds)}:
-                queues.handover_s = seconds
+                queues.lead_s = seconds
             case {"do": "lose", "now": bool(is_lossy)}:
                 queues.is_lossy = is_lossy
             case {"do": "begin"}:

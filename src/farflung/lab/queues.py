@@ -67,7 +67,17 @@ class _Queue:
     References: Goyal, Vin & Cheng 1996. RFC 8290 (fq_codel) shares a link alike on today's Linux and its Wi-Fi.
     """
 
-    __slots__ = ("_finish_tags", "_queued_bits", "_max_bits", "_sequence", "_tag", "_waiting", "capacity", "free_s", "serving")
+    __slots__ = (
+        "_finish_tags",
+        "_max_bits",
+        "_queued_bits",
+        "_sequence",
+        "_tag",
+        "_waiting",
+        "capacity",
+        "free_s",
+        "serving",
+    )
 
     def __init__(self, capacity: Capacity, *, fair: bool) -> None:
         self.serving: _Packet | None = None
@@ -144,7 +154,7 @@ class Queues:
         """Start of traces, jitter and loss; before, each trace keeps its first value."""
         self.is_lossy = False
         """True if packets are lost before ``begin_s``, so that the loss can be measured."""
-        self.handover_s = 0.0
+        self.lead_s = 0.0
         """Time by which a packet leaves early, to compensate for its handover."""
         self.num_lost = 0
         """Number of packets dropped by a full queue, by a profile's loss or in a cut."""
@@ -216,7 +226,7 @@ class Queues:
             pair.jitter_factor = 2.0 * draw_uniform(self._seed, 2, pair.src, pair.dst, pair.num_bursts) - 1.0
         pair.last_departure_s = t
         delay = pair.latency_s + pair.jitter_s * pair.jitter_factor
-        pair.last_arrival_s = max(t + max(0.0, delay - self.handover_s), pair.last_arrival_s)
+        pair.last_arrival_s = max(t + max(0.0, delay - self.lead_s), pair.last_arrival_s)
         self._push(pair.last_arrival_s, pair.dst, packet)
 
     def _serve(self, t: float, number: int, queue: _Queue) -> None:

@@ -39,13 +39,13 @@ class _PickedSamples:
     ids: SampleIds
     weights: Tensor | None
     weight: float | None
-    telemetry: Mapping[str, Json]
+    metrics: Mapping[str, Json]
     pool: int | SampleIds
 
     def state_dict(self) -> State:
         weights = {} if self.weights is None else {"weights": self.weights}
         drawn = {"ids": self.ids, **weights}
-        return {**drawn, "weight": self.weight, "told": dict(self.telemetry), "pool": self.pool}
+        return {**drawn, "weight": self.weight, "told": dict(self.metrics), "pool": self.pool}
 
     @staticmethod
     def from_state(state: State) -> _PickedSamples:
@@ -128,7 +128,7 @@ class BatchLoader:
         samples, self._picked_samples = self._picked_samples, None
         used_ids = samples.ids.unique() if self.components.sampler.needs_scores else samples.ids
         self.components.stream.commit(used_ids, step=step)
-        return samples.telemetry
+        return samples.metrics
 
     def state_dict(self) -> State:
         """Returns the samples picked for the step under way; empty between steps."""
@@ -154,10 +154,10 @@ class BatchLoader:
         size = self.components.sharing.get_local_batch_size(num_samples, self.runtime.comm.size)
         draw = sampler.draw(self._build_context(step, pool, size))
         fields: dict[str, Json] = (
-            {} if self.components.has_even_batches else {"held": len(arrivals.ids), **arrivals.telemetry}
+            {} if self.components.has_even_batches else {"held": len(arrivals.ids), **arrivals.metrics}
         )
         weight = draw.weight if arrivals.weight is None else arrivals.weight
-        return _PickedSamples(draw.ids, draw.weights, weight, {**fields, **draw.telemetry}, pool)
+        return _PickedSamples(draw.ids, draw.weights, weight, {**fields, **draw.metrics}, pool)
 
     def _build_context(self, step: int, pool: int | SampleIds, count: int) -> DrawContext:
         comm, elastic = self.runtime.comm, self.runtime.elastic

@@ -13,10 +13,10 @@ from farflung.loop.components import Components
 from farflung.telemetry import Telemetry
 from farflung.types import ElasticMembership, Runtime
 
-__all__ = ["ExchangeTrace", "JoinHandler", "StepMetrics"]
+__all__ = ["ExchangeTrace", "JoinHandler", "MetadataExtension"]
 
 
-class StepMetrics(Extension):
+class MetadataExtension(Extension):
     """Extension that adds metadata of a recipe's components to a step's, and its samples if batch sizes differ."""
 
     def __init__(self, components: Components) -> None:

@@ -29,7 +29,7 @@ from farflung.loop.checkpoint import Checkpoints
 from farflung.loop.checkpointer import BackgroundTasks, Checkpointer
 from farflung.loop.components import Components
 from farflung.loop.evaluation import Score, apply_consensus, evaluate
-from farflung.loop.extensions import ExchangeTrace, JoinHandler, StepMetrics
+from farflung.loop.extensions import ExchangeTrace, JoinHandler, MetadataExtension
 from farflung.loop.lockstep import Lockstep
 from farflung.loop.optimizers import set_rate
 from farflung.loop.stopping import STOP, StopAgreement
@@ -189,7 +189,7 @@ class Replica:
             self._random,
         )
         self._extensions = [
-            StepMetrics(components),
+            MetadataExtension(components),
             JoinHandler(self.runtime, self.telemetry, self._offer_state),
         ]
         for part in (components.sharing, components.schedule, components.sampler):
@@ -532,7 +532,7 @@ class Replica:
             return loss, StepMetadata(value, weight, len(batch))
         return loss * share, StepMetadata(value, weight / share, len(batch))
 
-    def build_scorer(self, by: ScoreKind) -> Callable[[SampleIds], Tensor]:
+    def build_scorer(self, kind: ScoreKind) -> Callable[[SampleIds], Tensor]:
         """Builds a function that scores samples under the current model and its own random state."""
         seed = derive_seed(self.training.seed, "score", self.completed_steps, self.runtime.comm.rank)
         random = RandomState.from_workload(self.workload, seed, self.device)
@@ -540,7 +540,7 @@ class Replica:
         def score(ids: SampleIds) -> Tensor:
             random.install()
             batch = self._source.prepare(self._source.get_rows(ids), train=False)
-            return score_batch(self.workload, self.model, move_batch(batch, self.device), by)
+            return score_batch(self.workload, self.model, move_batch(batch, self.device), kind)
 
         return score
 

@@ -55,7 +55,9 @@ class LoggedExchange(ExchangeHandle[T], Generic[T]):
     part: int
     make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]] | None = None
     """Coroutine of the exchange; ``None`` once it is whole, so that its contribution is freed at once."""
-    result_codec: ResultCodec[T] = field(default_factory=lambda: cast("ResultCodec[T]", ResultCodec(tuple, tuple)))
+    result_codec: ResultCodec[T] = field(
+        default_factory=lambda: cast("ResultCodec[T]", ResultCodec(tuple, tuple))
+    )
     rewind: Callable[[], None] | None = None
     is_last_of_step: bool = False
     begun_step: int = 0
@@ -107,7 +109,7 @@ class ExchangeLog:
         self.wait_started: Pending[None] = Pending()
         """Completes once an exchange is waited for."""
         self._exchanges: dict[int, LoggedExchange[Any]] = {}
-        self._last_whole = 0
+        self._last_complete = 0
         """Number up to which all exchanges are whole."""
         self._step_ends = {0: first_step - 1}
         """Steps that end with an exchange, by its number."""
@@ -191,13 +193,13 @@ class ExchangeLog:
         logged.make = logged.rewind = None
         self._agreement.giver.add_result(logged)
         while (
-            successor := self._exchanges.get(self._last_whole + 1)
+            successor := self._exchanges.get(self._last_complete + 1)
         ) is not None and successor.stored_result is not None:
-            self._last_whole += 1
+            self._last_complete += 1
         for dropped in logged.obsolete:
             self._exchanges.pop(dropped.number, None)
         logged.obsolete.clear()  # otherwise each exchange would retain all earlier ones
-        ended = [number for number in self._step_ends if number <= self._last_whole]
+        ended = [number for number in self._step_ends if number <= self._last_complete]
         for number in sorted(ended)[:-1]:
             del self._step_ends[number]
         logged.result.set_result(value)
@@ -210,9 +212,9 @@ class ExchangeLog:
         numbers = [
             n
             for n, logged in self._exchanges.items()
-            if n > self._last_whole and logged.stored_result is not None
+            if n > self._last_complete and logged.stored_result is not None
         ]
-        return self._last_whole, *sorted(numbers)
+        return self._last_complete, *sorted(numbers)
 
     def record_change(self, previous_members: Collection[str], view: View) -> None:
         """Records the change of members by a view."""
@@ -297,7 +299,7 @@ class ExchangeLog:
           results: Results by number.
           followed_exchanges: Exchanges that have these results.
         """
-        self.num_started = self._last_whole = start_state["started"]
+        self.num_started = self._last_complete = start_state["started"]
         self._step_ends = dict(start_state["complete"])
         self.taken_exchanges = [
             logged for logged in self.taken_exchanges if logged.number in start_state["log"]

@@ -128,14 +128,14 @@ class Member:
         self.connected_names.discard(name)
         self._guests.discard(name)
         self._disconnected_names.add(name)
-        self._record_link(name)
+        self._record_connection(name)
 
     def handle_connection(self, name: str) -> None:
         """Records a new connection to a process that has a view."""
         self.connected_names.add(name)
         self._disconnected_names.discard(name)
         self._report_targets.add(name)
-        self._record_link(name)
+        self._record_connection(name)
 
     def handle_guest(self, name: str) -> None:
         """Records a new connection to a process without a view that asks to join; its settings have been checked."""
@@ -269,7 +269,7 @@ class Member:
         if self.view is None:
             return
         self._guests.discard(source)  # it has a view
-        self._record_link(source)
+        self._record_connection(source)
         if report.view.number < self.view.number:
             self._report_targets.add(source)
         elif report.view == self.view:  # with a quorum of 1 there may be several views of a number
@@ -282,7 +282,7 @@ class Member:
                 self._fact_counts[fact] = count
                 self._has_news = True
 
-    def _record_link(self, name: str) -> None:
+    def _record_connection(self, name: str) -> None:
         """Counts a change of the link to a process; links start whole for members, and cut for guests."""
         if self.view is None or name == self.name:
             return
@@ -447,11 +447,11 @@ class Member:
                 x: self._certificates[x] for x in view.members if x in self._certificates
             }
             for name in (*view.members, *self._guests):
-                self._record_link(name)
+                self._record_connection(name)
             if self._is_leaving:
                 self._add_wish("leave")
         self._has_news = True
-        if is_evicted or not view.whole_exchanges:
+        if is_evicted or not view.complete_exchanges:
             self._broadcast(self.connected_names, self._build_report())
         else:
             self._driver.install_view(view)
@@ -459,7 +459,7 @@ class Member:
             self._driver.send_handovers(view)
         if is_evicted:
             self._stop(f"{'left with' if self.has_left else 'evicted by'} view {view.number}")
-        elif not view.whole_exchanges:
+        elif not view.complete_exchanges:
             self._stop(f"no member of view {view.number} holds the model")
 
     def _stop(self, reason: str) -> None:

@@ -253,8 +253,8 @@ def _check_view(view: View) -> None:
     if view.number < 1 or len(set(view.members)) < len(view.members) or not all(view.members):
         raise MalformedMessage("view: number or members are wrong")
     if (
-        not _is_ascending(view.whole_exchanges)
-        or len(view.holders) != len(view.whole_exchanges)
+        not _is_ascending(view.complete_exchanges)
+        or len(view.holders) != len(view.complete_exchanges)
         or not all(view.holders)
     ):
         raise MalformedMessage("view: exchanges or their holders are wrong")

@@ -98,7 +98,7 @@ class Roster:
             tuple(int(name) for name in names if name not in other_names)
             for names, other_names in ((previous_members, view.members), (view.members, previous_members))
         )
-        last_whole, newest = view.whole_exchanges[0], set(view.whole_exchanges)
+        last_whole, newest = view.complete_exchanges[0], set(view.complete_exchanges)
         while last_whole + 1 in newest:
             last_whole += 1
         last_done = max(step for number, step in step_ends if number <= last_whole)
@@ -123,7 +123,7 @@ class Roster:
         return {
             "number": self.view.number,
             "members": self.members,
-            "newest": self.view.whole_exchanges,
+            "newest": self.view.complete_exchanges,
             "changes": [
                 [*x[:4], [x.repeated_steps.start, x.repeated_steps.stop], *x[5:]] for x in self.changes
             ],

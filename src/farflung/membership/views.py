@@ -12,7 +12,7 @@ EXACT_MEMBERS = 20
 
 
 class Handover(NamedTuple):
-    """Handover of a missing exchange, or of the model's whole state under the first number of ``whole_exchanges``.
+    """Handover of a missing exchange, or of the model's whole state under the first number of ``complete_exchanges``.
 
     Args:
       giver: Member of the previous view, which may have left.
@@ -29,7 +29,7 @@ class View(NamedTuple):
     """Numbered list of members, and the exchanges that are whole before it begins.
 
     A member's rank in the view is its place in ``members``. Exchanges up to ``whole_exchanges[0]`` are whole on each
-    member that has the model, and later ones in ``whole_exchanges`` on their ``holders``. All others are repeated.
+    member that has the model, and later ones in ``complete_exchanges`` on their ``holders``. All others are repeated.
 
     Args:
       number: Number of the previous view plus one.
@@ -40,7 +40,7 @@ class View(NamedTuple):
 
     number: int
     members: tuple[str, ...]
-    whole_exchanges: tuple[int, ...]
+    complete_exchanges: tuple[int, ...]
     holders: tuple[tuple[str, ...], ...]
 
     def list_handovers(self) -> list[Handover]:
@@ -49,10 +49,12 @@ class View(NamedTuple):
         A member without the model receives the state of the first holder, then the exchanges that this holder lacks.
         """
         handovers = []
-        for exchange, holders in zip(self.whole_exchanges, self.holders, strict=True):
+        for exchange, holders in zip(self.complete_exchanges, self.holders, strict=True):
             for member in self.members:
                 is_joining = member not in self.holders[0]
-                holder = self.holders[0][0] if is_joining and exchange != self.whole_exchanges[0] else member
+                holder = (
+                    self.holders[0][0] if is_joining and exchange != self.complete_exchanges[0] else member
+                )
                 if holder not in holders:
                     handovers.append(Handover(holders[0], member, exchange))
         return handovers

@@ -16,7 +16,7 @@ __all__ = ["Fabric", "Flow"]
 class Flow:
     """Flow of bits at the rate of its share."""
 
-    __slots__ = ("_start_s", "end_s", "remaining_bits", "number", "rate_bps", "uses")
+    __slots__ = ("_start_s", "end_s", "number", "rate_bps", "remaining_bits", "uses")
 
     def __init__(self, number: int, bits: float, uses: tuple[tuple[int, int], ...]) -> None:
         self.number = number

@@ -166,8 +166,21 @@ class TcpModel:
     """
 
     __slots__ = (
-        "_previous_bits", "_began_s", "_estimate_bps", "_flight_bits", "_pace_bps", "_is_paced", "_round_s",
-        "_round_trip_s", "_sent_s", "_spread_s", "_burst_bits", "_round_bits", "_window_bits", "is_saturated", "next_send_s",
+        "_began_s",
+        "_burst_bits",
+        "_estimate_bps",
+        "_flight_bits",
+        "_is_paced",
+        "_pace_bps",
+        "_previous_bits",
+        "_round_bits",
+        "_round_s",
+        "_round_trip_s",
+        "_sent_s",
+        "_spread_s",
+        "_window_bits",
+        "is_saturated",
+        "next_send_s",
     )  # fmt: skip
 
     def __init__(self, control: CongestionControl, round_trip_s: float) -> None:

@@ -49,15 +49,15 @@ def build_components(recipe: Recipe, seed: int, share: int | None) -> Components
     """Builds the members of a recipe; see :meth:`Recipe.build_components`."""
     is_native = find_collective(recipe.collective).is_native
     check_integer(f"recipe {recipe.name}", "bucket_nbytes", recipe.bucket_nbytes, 1)
-    stream: Stream = _build_member("stream", recipe.stream, STREAMS, needs_fresh=True)
+    stream: Stream = _build_component("stream", recipe.stream, STREAMS, needs_fresh=True)
     if is_native and not stream.has_random_access:
         raise ConfigError(
             f"stream {format_spec(recipe.stream, STREAMS)}: the backend's own collectives (--collective "
             f"{recipe.collective}) count waits for samples against their deadline: choose another collective"
         )
-    schedule: Schedule = _build_member("schedule", recipe.schedule, SCHEDULES)
+    schedule: Schedule = _build_component("schedule", recipe.schedule, SCHEDULES)
     sampler_seed = derive_seed(seed, "sampler", *([] if share is None else [share]))
-    sampler: Sampler = _build_member(
+    sampler: Sampler = _build_component(
         "sampler", recipe.sampler, SAMPLERS, {"seed": sampler_seed}, needs_fresh=True
     )
     if share is not None and sampler.is_balanced:
@@ -67,10 +67,10 @@ def build_components(recipe: Recipe, seed: int, share: int | None) -> Components
         schedule=schedule,
         sampler=sampler,
         stream=stream,
-        sharing=_build_member(
+        sharing=_build_component(
             "sharing", recipe.sharing, SHARINGS, {"seed": derive_seed(seed, "sharing")}, needs_fresh=True
         ),
-        scaling=_build_member("scaling", recipe.scaling, SCALINGS),
+        scaling=_build_component("scaling", recipe.scaling, SCALINGS),
         bucket_nbytes=recipe.bucket_nbytes,
     )
 
@@ -79,8 +79,8 @@ def _build_reducer(recipe: Recipe) -> Reducer:
     is_codec = parse_name("reducer", recipe.reducer) == "codec" if isinstance(recipe.reducer, str) else False
     options: dict[str, object] = {"collective": recipe.collective}
     if is_codec:
-        options["codec"] = _build_member("codec", recipe.codec, CODECS)
-    reducer: Reducer = _build_member("reducer", recipe.reducer, REDUCERS, options)
+        options["codec"] = _build_component("codec", recipe.codec, CODECS)
+    reducer: Reducer = _build_component("reducer", recipe.reducer, REDUCERS, options)
     if not is_codec and recipe.codec != "identity":
         spec = recipe.reducer
         reducer_kind = parse_name("reducer", spec) if isinstance(spec, str) else type(spec).__name__
@@ -91,7 +91,7 @@ def _build_reducer(recipe: Recipe) -> Reducer:
     return reducer
 
 
-def _build_member(
+def _build_component(
     kind: str,
     component: object,
     registry: Mapping[str, Callable[..., Any]],

@@ -14,7 +14,7 @@ from farflung.types import Codec, Json, RateScaling, Reducer, Sampler, Schedule,
 if TYPE_CHECKING:
     from farflung.loop import Components
 
-__all__ = ["FAMILIES", "RECIPES", "Recipe", "get_member_settings", "parse_recipe"]
+__all__ = ["FAMILIES", "RECIPES", "Recipe", "list_component_settings", "parse_recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Recipe:
     scaling: str | RateScaling | Callable[..., RateScaling] = "none"
     bucket_nbytes: int = BUCKET_NBYTES
 
-    def with_members(self, **members: object) -> Recipe:
+    def with_components(self, **members: object) -> Recipe:
         """Returns the recipe with the members that are not None replaced."""
         changes: dict[str, Any] = {field: value for field, value in members.items() if value is not None}
         return replace(self, **changes)
@@ -86,7 +86,7 @@ class Recipe:
     @property
     def component_texts(self) -> dict[str, str]:
         """Text of each member; in ``<>`` for an object that no other process could create."""
-        return {family: _format_member(family, getattr(self, family)) for family in FAMILIES}
+        return {family: _format_component(family, getattr(self, family)) for family in FAMILIES}
 
     @property
     def settings(self) -> dict[str, Json]:
@@ -111,7 +111,7 @@ FAMILIES = tuple(
 """Families of members in a recipe."""
 
 
-def _format_member(family: str, component: object) -> str:
+def _format_component(family: str, component: object) -> str:
     if isinstance(component, str):
         return component
     from farflung.recipes.components import REGISTRIES
@@ -119,7 +119,7 @@ def _format_member(family: str, component: object) -> str:
     return format_spec(component, REGISTRIES[family])
 
 
-def get_member_settings() -> dict[str, Setting]:
+def list_component_settings() -> dict[str, Setting]:
     """Returns the settings of a recipe without name and summary."""
     return {name: setting for name, setting in list_settings(Recipe).items() if name in Recipe().settings}
 
@@ -138,10 +138,10 @@ def parse_recipe(text: str) -> Recipe:
         return RECIPES[text]
     from farflung.recipes.changes import parse_changes  # of no use to a name alone
 
-    name, changes = parse_changes(text, get_member_settings())
+    name, changes = parse_changes(text, list_component_settings())
     if name not in RECIPES:
         raise UnknownName("recipe", name, RECIPES)
-    return RECIPES[name].with_members(**changes)
+    return RECIPES[name].with_components(**changes)
 
 
 RECIPES: dict[str, Recipe] = {

@@ -155,7 +155,7 @@ class CodecReducer(Reducer):
             return self._start_routes(exchange, codec, state, tensor, seeds)
         if isinstance(codec, Identity):
             return StartedAggregation(state, partial(exchange.sum_dense, tensor))
-        path = self._choose_path(codec, state)
+        path = self._choose_phases(codec, state)
         if path == "two" and exchange.channel.size > 1:
             method = get_codec_method(strip_feedback(codec))
             return start_two_phases(exchange, codec, method, state, tensor, seeds)
@@ -193,7 +193,7 @@ class CodecReducer(Reducer):
         states = {route.name: path.state for route, path in paths}
         return StartedAggregation(codec.with_states(state, states), finish, learn)
 
-    def _choose_path(self, codec: Codec, state: CodecState) -> str:
+    def _choose_phases(self, codec: Codec, state: CodecState) -> str:
         if codec.is_linear(state):
             return "linear"
         if self.phases == "auto":
@@ -212,7 +212,7 @@ class CodecReducer(Reducer):
             for route in routes:
                 self._check(route.codec, route.state)
             return
-        path = self._choose_path(codec, state)
+        path = self._choose_phases(codec, state)
         if path == "linear":
             return
         if is_by_backend:

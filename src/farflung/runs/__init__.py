@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from farflung.runs.events import EVENTS_VARIABLE, listen_for_events
     from farflung.runs.folder import RunFolder
-    from farflung.runs.joining import join_running
+    from farflung.runs.joining import join_run
     from farflung.runs.launching import fork_worker_parent
     from farflung.runs.preparing import PreparedRun, name_run_folder, prepare_run
     from farflung.runs.replicas import make_replica, resolve_run_collective
@@ -66,7 +66,7 @@ __all__ = [
     "begin_training",
     "compare",
     "fork_worker_parent",
-    "join_running",
+    "join_run",
     "listen_for_events",
     "make_replica",
     "name_run_folder",

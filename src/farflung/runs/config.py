@@ -20,7 +20,7 @@ from farflung.files import prefix_errors
 from farflung.network import NetworkProfile, find_network
 from farflung.recipes import FAMILIES, Recipe, parse_recipe
 from farflung.recipes.changes import parse_changes
-from farflung.recipes.recipe import get_member_settings
+from farflung.recipes.recipe import list_component_settings
 from farflung.spec import build, format_spec, is_buildable
 from farflung.types import Json, SampleIds, Workload
 from farflung.types.data import Partition
@@ -193,13 +193,13 @@ class RunConfig:
     def list_settings(cls) -> dict[str, Setting]:
         """Returns all settings by name: of the run, its training, and the members of its recipe."""
         run_settings = list_settings(cls)
-        defaults = {**dict.fromkeys(get_member_settings(), "the recipe's"), **DEFAULT_TEXTS}
+        defaults = {**dict.fromkeys(list_component_settings(), "the recipe's"), **DEFAULT_TEXTS}
         part_settings = {
             name: replace(
                 setting,
                 description=f"{setting.description.rstrip('.')}; {defaults.get(name, setting.default)} when not given",
             )
-            for name, setting in {**_list_training_settings(), **get_member_settings()}.items()
+            for name, setting in {**_list_training_settings(), **list_component_settings()}.items()
         }
         recipe_setting = Setting("recipe", str, "How to train together; synchronous when not given", None)
         workload_setting = run_settings.pop("workload")
@@ -262,7 +262,7 @@ class RunConfig:
         base_recipe: Any = settings.get("recipe", DEFAULT_RECIPE)
         if isinstance(base_recipe, str):  # a full set of members needs no preset
             base_recipe = Recipe(base_recipe) if members.keys() >= {*FAMILIES} else parse_recipe(base_recipe)
-        base_recipe = base_recipe.with_members(**members)
+        base_recipe = base_recipe.with_components(**members)
         if is_balanced:
             base_recipe = _balance_by_speed(base_recipe, training.seed)
         needs_shares = base_recipe.parts(training.seed).needs_shares
@@ -590,7 +590,7 @@ def parse_variant(text: str) -> dict[str, Json]:
     Raises:
       ConfigError: The text is malformed, or has a setting that a recipe cannot change.
     """
-    changeable = {**_list_training_settings(), **get_member_settings()}
+    changeable = {**_list_training_settings(), **list_component_settings()}
     del changeable["seed"]
     name, changes = parse_changes(text, changeable)
     return {"recipe": name, **changes}
@@ -618,7 +618,7 @@ def _balance_by_speed(recipe: Recipe, seed: int) -> Recipe:
             f"--batch-size {AUTO_BATCH_SIZE}: shares out what the uniform sampler draws, and this is sampler "
             f"{recipe.component_texts['sampler']}: give a number, or choose another --sampler or --recipe"
         )
-    recipe = recipe.with_members(sampler="balanced")
+    recipe = recipe.with_components(sampler="balanced")
     with prefix_errors(f"--batch-size {AUTO_BATCH_SIZE}"):
         recipe.build_components(seed)
     return recipe

@@ -47,7 +47,14 @@ from farflung.wall.visits import JoinClient, JoinTerms, create_elastic
 if TYPE_CHECKING:
     from farflung.comm import WallCommunicator
 
-__all__ = ["CONNECT_TIMEOUT_S", "KEY_FILE", "NETWORK_VARIABLE", "agree_on_folder", "join_run", "join_running"]
+__all__ = [
+    "CONNECT_TIMEOUT_S",
+    "KEY_FILE",
+    "NETWORK_VARIABLE",
+    "agree_on_folder",
+    "join_run",
+    "train_replica",
+]
 
 KEY_FILE = "run.key"
 """File in a run's folder with the run's key and the addresses of its members, for joining replicas."""
@@ -70,7 +77,7 @@ def agree_on_folder(store: dist.Store, rank: int, title: str) -> Path:
     return Path(ask_leader(store, _MEETING, rank, "the run's folder", CONNECT_TIMEOUT_S))
 
 
-def join_run(
+def train_replica(
     run: PreparedRun[RunConfig],
     sink: Sink,
     env: LaunchEnv,
@@ -94,7 +101,7 @@ def join_run(
     stop_requested, leave_requested = threading.Event(), threading.Event()
     elastic: PaxosMembership | None = None
     replica: Replica | None = None
-    has_met = env.meeting_file is not None  # a wait for a file is short, and the command ends its workers
+    has_met = env.rendezvous_file is not None  # a wait for a file is short, and the command ends its workers
 
     def request_stop() -> None:
         if not has_met or leave_requested.is_set():
@@ -244,7 +251,7 @@ def join_run(
     return run.build_result(summary)
 
 
-def join_running(
+def join_run(
     location: str,
     create_sink: Callable[[int], AbstractContextManager[Sink]],
     options: RunOptions,
@@ -289,7 +296,7 @@ def join_running(
             )
             try:
                 with create_sink(guest.rank) as sink:
-                    return join_run(run, sink, env, Page.from_environment(), guest)
+                    return train_replica(run, sink, env, Page.from_environment(), guest)
             except RunLost as lost:
                 is_final = isinstance(lost, ReplicaLeft | DeadlinePassed | ProtocolError)
                 if is_final or guest.has_begun or not tries_left:

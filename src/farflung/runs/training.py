@@ -21,7 +21,7 @@ from farflung.membership import Page
 from farflung.recipes import Recipe
 from farflung.runs.config import RunConfig, RunOptions, Settings
 from farflung.runs.events import EVENTS_VARIABLE, BufferedSink, connect_event_sink
-from farflung.runs.joining import CONNECT_TIMEOUT_S, agree_on_folder, join_run
+from farflung.runs.joining import CONNECT_TIMEOUT_S, agree_on_folder
 from farflung.runs.launching import launch
 from farflung.runs.preparing import PreparedRun, name_run_folder, prepare_run
 from farflung.runs.result import Run
@@ -133,7 +133,7 @@ def begin_training(
                 else user_sink
             )
             with log as log_sink, BufferedSink(combine_sinks(sink, log_sink)) as buffered_sink:
-                return join_run(run, buffered_sink, env, Page.from_environment())
+                return train_replica(run, buffered_sink, env, Page.from_environment())
 
         with run.begin_run() if env.rank == 0 else nullcontext():
             yield train_replica

@@ -34,7 +34,7 @@ from farflung.membership import Page, announce_end
 from farflung.runs.config import RunConfig, RunOptions
 from farflung.runs.events import BufferedSink, connect_event_sink
 from farflung.runs.folder import RunFolder
-from farflung.runs.joining import join_run
+from farflung.runs.joining import train_replica
 from farflung.runs.preparing import PreparedRun
 from farflung.telemetry import Event
 from farflung.wall import LaunchEnv
@@ -167,7 +167,7 @@ def _train_replica(job: Job, rank: int, page: Page | None) -> None:
         try:
             config = RunConfig.resolve(job.files.load_config())
             options = RunOptions(device=job.device, pace=job.pace, trace=job.trace)
-            join_run(PreparedRun(config, job.files, options=options), sink, env, page)
+            train_replica(PreparedRun(config, job.files, options=options), sink, env, page)
         except ReplicaLeft:
             pass
         except FarflungError as error:

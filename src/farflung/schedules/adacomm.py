@@ -10,7 +10,7 @@ from typing import Literal
 from typing_extensions import override
 
 from farflung.errors import ConfigError
-from farflung.options import check_fraction, check_integer, check_number, check_share
+from farflung.options import check_coefficient, check_fraction, check_integer, check_number
 from farflung.schedules.base import check_state_option
 from farflung.schedules.merges import Outer
 from farflung.types import Bucket, Merge, OptimizerState, Schedule, SharedStats, State, SyncUnit, Transfer
@@ -80,7 +80,7 @@ class AdaComm(Schedule):
             raise ConfigError("adacomm: shrink 1 would shrink nothing: it must be below 1")
         check_number("adacomm", "rate_power", self.rate_power, 0)
         check_integer("adacomm", "most", self.max_period, self.sync_every)
-        check_share("adacomm", "block_momentum", self.block_momentum)
+        check_coefficient("adacomm", "block_momentum", self.block_momentum)
         check_state_option("adacomm", self.optimizer_state)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from farflung.errors import ConfigError
-from farflung.options import check_flag, check_number, check_share
+from farflung.options import check_coefficient, check_flag, check_number
 from farflung.types import OptimizerState
 
 __all__ = ["check_outer_options", "check_state_option"]
@@ -30,5 +30,5 @@ def check_outer_options(name: str, rate: object, momentum: object, nesterov: obj
     check_number(name, "outer_rate", rate, 0)
     if not rate:
         raise ConfigError(f"{name}: outer_rate must be above 0")
-    check_share(name, "outer_momentum", momentum)
+    check_coefficient(name, "outer_momentum", momentum)
     check_flag(name, "nesterov", nesterov)

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from farflung.errors import ConfigError
-from farflung.options import check_flag, check_integer, check_share
+from farflung.options import check_coefficient, check_flag, check_integer
 from farflung.schedules.base import check_outer_options, check_state_option
 from farflung.schedules.merges import Outer
 from farflung.types import Bucket, Fragment, Merge, OptimizerState, Schedule, State, SyncUnit, Transfer
@@ -175,7 +175,7 @@ class StreamingDiLoCo(Schedule):
             raise ConfigError(
                 f"{name}: delay {self.delay} must be below sync_every / fragments, which is {self._turn_period}"
             )
-        check_share(name, "mix", self.mix)
+        check_coefficient(name, "mix", self.mix)
         check_flag(name, "keep", self.keep)
         check_outer_options(name, self.outer_rate, self.outer_momentum, self.nesterov)
         check_state_option(name, self.optimizer_state)

@@ -91,14 +91,14 @@ class LocalSGD(Schedule):
 
 @dataclass(frozen=True, slots=True)
 class PostLocalSGD(Schedule):
-    """Synchronous SGD for the first ``sync_steps`` steps, then :class:`farflung.schedules.LocalSGD`.
+    """Synchronous SGD for the first ``warmup`` steps, then :class:`farflung.schedules.LocalSGD`.
 
     Early in training gradients change fast, and blocks of local steps cost most. Later, at a small learning rate, they
     cost little, and may find minima that generalize better.
 
     Args:
       sync_steps: Number of synchronous steps, best until the learning rate first falls.
-      sync_every: H, number of steps between two later exchanges, counted from ``sync_steps``.
+      sync_every: H, number of steps between two later exchanges, counted from ``warmup``.
       optimizer_state: See :class:`farflung.schedules.LocalSGD`.
 
     Raises:
@@ -108,12 +108,12 @@ class PostLocalSGD(Schedule):
     momentum local.
     """
 
-    sync_steps: int = 1000
+    warmup: int = 1000
     sync_every: int = 16
     optimizer_state: OptimizerState = "kept"
 
     def __post_init__(self) -> None:
-        check_integer("post_local_sgd", "until", self.sync_steps, 0)
+        check_integer("post_local_sgd", "until", self.warmup, 0)
         check_integer("post_local_sgd", "sync_every", self.sync_every, 1)
         check_state_option("post_local_sgd", self.optimizer_state)
 
@@ -133,8 +133,8 @@ class PostLocalSGD(Schedule):
         """Returns one transfer for each bucket, at every step and later at the end of a block."""
         del state
         replace, outer = self.merges
-        if step < self.sync_steps:
+        if step < self.warmup:
             return [Transfer(unit, step, replace) for unit in units]
-        if (step + 1 - self.sync_steps) % self.sync_every:
+        if (step + 1 - self.warmup) % self.sync_every:
             return []
         return [Transfer(unit, step, outer) for unit in units]

@@ -243,9 +243,9 @@ class VirtualCommunicator(BaseCommunicator):
         sent = self._network.get_sent_nbytes
         return sum(sent(self.rank, peer) + sent(peer, self.rank) for peer in ranks if peer != self.rank)
 
-    def relay(self, one: int, other: int) -> None:
+    def relay(self, rank_a: int, rank_b: int) -> None:
         assert self._network.membership is not None
-        self._network.membership.offer_relay(self.rank, one, other)
+        self._network.membership.offer_relay(self.rank, rank_a, rank_b)
 
     @override
     def get_collective(self, name: str) -> AllReduce:

@@ -53,7 +53,7 @@ class TrafficRecorder(JsonLinesFile):
     def __init__(self, path: Path, size: int) -> None:
         super().__init__(path, should_overwrite=True)
         self._size = size
-        self._traces: dict[tuple[Op, ...], int] = {}
+        self._op_lists: dict[tuple[Op, ...], int] = {}
         self._pending_exchanges: dict[tuple[int, int], dict[int, int]] = {}
         self._exchange_counts: dict[int, tuple[int, int]] = {}
         self._update_ops: dict[tuple[str, int], tuple[Op, ...]] = {}
@@ -69,11 +69,11 @@ class TrafficRecorder(JsonLinesFile):
         self, rank: int, step: int, number: int, ops: tuple[Op, ...], result: ReduceResult
     ) -> None:
         """Records a rank's completed exchange."""
-        if ops not in self._traces:
-            self._traces[ops] = len(self._traces)
-            self.add({"journey": self._traces[ops], "ops": [list(op) for op in ops]})
+        if ops not in self._op_lists:
+            self._op_lists[ops] = len(self._op_lists)
+            self.add({"journey": self._op_lists[ops], "ops": [list(op) for op in ops]})
         traces = self._pending_exchanges.setdefault((step, number), {})
-        traces[rank] = self._traces[ops]
+        traces[rank] = self._op_lists[ops]
         if len(traces) == self._size:
             del self._pending_exchanges[step, number]
             self.add(

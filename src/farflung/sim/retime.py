@@ -71,7 +71,7 @@ class RetimedReplica(Replica):
         return torch.zeros(()), StepMetadata(0.0, self.batch_loader.compute_weight(len(batch)), len(batch))
 
     @override
-    def build_scorer(self, by: ScoreKind) -> Callable[[SampleIds], Tensor]:
+    def build_scorer(self, kind: ScoreKind) -> Callable[[SampleIds], Tensor]:
         return lambda ids: torch.ones(len(ids))
 
     @override
@@ -152,7 +152,7 @@ class _ReplayReducer(Reducer):
         record = self._traffic.exchanges.get((step, number))
         if record is None:
             raise DataError(f"the run's traffic holds no exchange {number} of step {step}: simulate it again")
-        for op in self._traffic.traces[record.traces[channel.rank]]:
+        for op in self._traffic.op_lists[record.op_list_numbers[channel.rank]]:
             await _replay_op(op, channel)
         metadata = torch.tensor(record.metadata, dtype=torch.float64)
         update_ops = self._traffic.find_update(step, number)

@@ -36,7 +36,7 @@ class ExchangeRecord:
       has_update: True if the reducer's state changed when the result was merged.
     """
 
-    traces: tuple[int, ...]
+    op_list_numbers: tuple[int, ...]
     weight: float
     metadata: tuple[float, ...]
     has_update: bool
@@ -53,7 +53,7 @@ class RecordedTraffic:
       update_ops: Operations of updates from a step on, by joint or not, number, and that step.
     """
 
-    traces: dict[int, tuple[Op, ...]] = field(default_factory=dict)
+    op_lists: dict[int, tuple[Op, ...]] = field(default_factory=dict)
     exchanges: dict[tuple[int, int], ExchangeRecord] = field(default_factory=dict)
     fills: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     update_ops: dict[tuple[bool, int], dict[int, tuple[Op, ...]]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class RecordedTraffic:
 
     def _add_row(self, row: dict[str, Json]) -> None:
         if "journey" in row:
-            self.traces[cast(int, row["journey"])] = _parse_ops(row["ops"])
+            self.op_lists[cast(int, row["journey"])] = _parse_ops(row["ops"])
         elif "fill" in row:
             self.fills[cast(int, row["step"]), cast(int, row["rank"])] = cast("list[int]", row["fill"])
         elif "journeys" not in row:

@@ -198,7 +198,7 @@ class Buffer:
                 return missing, Arrivals(self.ids)
         assert self._arrivals is not None
         return 0, Arrivals(
-            self._order_held(), None, self._arrivals.count, self._arrivals.weight, self._arrivals.telemetry
+            self._order_held(), None, self._arrivals.count, self._arrivals.weight, self._arrivals.metrics
         )
 
     def commit(self, ids: SampleIds) -> None:

@@ -43,7 +43,7 @@ PAUSE_S = 1.0
 """Time without room after which the source pauses, since resuming takes a while."""
 WAIT_S = 0.1
 """Time that the thread waits for messages before it checks everything else."""
-JOIN_S = 5.0
+STOP_TIMEOUT_S = 5.0
 """Maximum time that the thread may take to end."""
 _MAX_LEAD = 1 << 62
 
@@ -216,7 +216,7 @@ class LiveStream(Stream):
             missing, arrivals = self._buffer.poll(step, self._sum_rates)
             if missing:
                 return self._wait_for_samples(missing, arrivals)
-            return replace(arrivals, telemetry={**arrivals.telemetry, "skipped": self._num_skipped})
+            return replace(arrivals, metrics={**arrivals.metrics, "skipped": self._num_skipped})
 
     def _wait_for_samples(self, missing: int, arrivals: Arrivals) -> Arrivals:
         self._step_ready, self._num_missing = Pending(), missing
@@ -280,7 +280,7 @@ class LiveStream(Stream):
             self._is_closed = True
             self._condition.notify_all()
         if self._thread is not None:
-            self._thread.join(JOIN_S)
+            self._thread.join(STOP_TIMEOUT_S)
         elif self._is_open:
             self._is_open = False
             self._source.close()

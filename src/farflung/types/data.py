@@ -168,7 +168,7 @@ class Arrivals:
     next_poll: Pending[None] | float | None = None
     count: int | None = None
     weight: float | None = None
-    telemetry: Mapping[str, Json] = field(default_factory=dict)
+    metrics: Mapping[str, Json] = field(default_factory=dict)
 
 
 class Stream(ABC):

@@ -67,7 +67,7 @@ class Draw:
     ids: SampleIds
     weights: Tensor | None = None
     weight: float | None = None
-    telemetry: Mapping[str, Json] = field(default_factory=dict)
+    metrics: Mapping[str, Json] = field(default_factory=dict)
 
 
 FORWARDS_PER_GRADIENT = 3

@@ -36,7 +36,7 @@ class _Launcher:
     size: str
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]
-    meeting_hint: str
+    rendezvous_hint: str
     nodes: str = ""
 
 
@@ -107,10 +107,10 @@ class LaunchEnv:
     size: int
     local_rank: int
     local_size: int
-    meeting_file: Path | None = None
+    rendezvous_file: Path | None = None
     master: tuple[str | None, str | None] = (None, None)
     launcher: str = field(default="", compare=False)
-    meeting_hint: str = field(default="", compare=False)
+    rendezvous_hint: str = field(default="", compare=False)
     served: bool = False
 
     @staticmethod
@@ -159,8 +159,8 @@ class LaunchEnv:
         """
         if self.size == 1:
             return None
-        if self.meeting_file is not None:
-            return dist.FileStore(str(self.meeting_file), self.size)
+        if self.rendezvous_file is not None:
+            return dist.FileStore(str(self.rendezvous_file), self.size)
         address, port = self._resolve_master()
         check_host(address, f"MASTER_ADDR {address}")
         patience = timedelta(seconds=connect_timeout_s)
@@ -213,7 +213,7 @@ class LaunchEnv:
         Raises:
           ConfigError: Their location is missing, or there is no route to them.
         """
-        if self.size == 1 or self.meeting_file is not None:
+        if self.size == 1 or self.rendezvous_file is not None:
             return find_loopback_address()
         if store is None:
             return find_local_address(self._resolve_master()[0])
@@ -233,7 +233,7 @@ class LaunchEnv:
         ]
         raise ConfigError(
             f"{self.launcher} has started {self.size} processes, and {' and '.join(missing) or 'MASTER_PORT'} "
-            f"{'do' if len(missing) > 1 else 'does'} not say where they meet: {self.meeting_hint}"
+            f"{'do' if len(missing) > 1 else 'does'} not say where they meet: {self.rendezvous_hint}"
         )
 
     def _validate(self) -> LaunchEnv:
@@ -283,7 +283,7 @@ def _read_torchrun(environment: Mapping[str, str]) -> LaunchEnv:
         _read_number(environment, "LOCAL_WORLD_SIZE", size),
         master=_read_master(environment),
         launcher="torchrun",
-        meeting_hint="set them, or start with torchrun",
+        rendezvous_hint="set them, or start with torchrun",
         served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
     )._validate()
 
@@ -306,7 +306,7 @@ def _read_launcher(environment: Mapping[str, str], launcher: _Launcher) -> Launc
         on_machine,
         master=_read_master(environment),
         launcher=launcher.name,
-        meeting_hint=launcher.meeting_hint.format(
+        rendezvous_hint=launcher.rendezvous_hint.format(
             find_loopback_address() if on_machine == size else "HOST_OF_RANK_0"
         ),
     )
@@ -353,7 +353,7 @@ def _read_slurm(environment: Mapping[str, str]) -> LaunchEnv | None:
         tasks[node] if node < len(tasks) else size,
         master=(address, port),
         launcher="Slurm",
-        meeting_hint="export them before srun: MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500",
+        rendezvous_hint="export them before srun: MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500",
     )
 
 

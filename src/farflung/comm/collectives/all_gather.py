@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.coding import SegmentTransfer, with_metadata
+from farflung.comm.collectives.coding import SegmentChannel, with_metadata
 from farflung.comm.collectives.segments import compute_copy, cut_segments, list_peers, sum_in_order
 from farflung.comm.pool import allocate_like
 from farflung.network import count_pieces
@@ -26,7 +26,7 @@ async def all_gather(
     """
     if channel.size == 1:
         return tensor, metadata
-    transfer = SegmentTransfer(channel, coding)
+    transfer = SegmentChannel(channel, coding)
     # The sum is written into the tensor, and nothing tells when all receivers have read it: send a copy.
     source = tensor
     if coding is None:

@@ -24,7 +24,7 @@ from farflung.types import (
     TensorSpec,
 )
 
-__all__ = ["ChargedCoding", "Coding", "SegmentTransfer", "with_metadata"]
+__all__ = ["ChargedCoding", "Coding", "SegmentChannel", "with_metadata"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def with_metadata(packed: Tensor | Payload, metadata: Tensor | None) -> Payload:
     return Payload((packed,) if metadata is None else (packed, metadata))
 
 
-class SegmentTransfer:
+class SegmentChannel:
     """Transfer of segments over a channel, encoded if there is a coding, and with metadata if there is any."""
 
     def __init__(self, channel: Channel, coding: SegmentCoding | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.coding import SegmentTransfer, with_metadata
+from farflung.comm.collectives.coding import SegmentChannel, with_metadata
 from farflung.comm.collectives.segments import cut_segments
 from farflung.types import Channel, SegmentCoding
 
@@ -28,7 +28,7 @@ async def ring(
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, metadata
-    transfer = SegmentTransfer(channel, coding)
+    transfer = SegmentChannel(channel, coding)
     hop = channel.reserve_hops(2 * (size - 1))
     successor, predecessor = (rank + 1) % size, (rank - 1) % size
     places = cut_segments(tensor.numel(), size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from farflung.comm.collectives.coding import SegmentTransfer, with_metadata
+from farflung.comm.collectives.coding import SegmentChannel, with_metadata
 from farflung.comm.collectives.segments import cut_segments, list_peers, sum_in_order
 from farflung.network import count_pieces
 from farflung.types import Channel, Segment, SegmentCoding
@@ -87,7 +87,7 @@ async def _reduce_by_owners(
     rank, size = channel.rank, channel.size
     if size == 1:
         return tensor, metadata
-    transfer = SegmentTransfer(channel, coding)
+    transfer = SegmentChannel(channel, coding)
     owned = cut_shards(tensor.numel(), tensor.element_size(), num_owners)
     views = [[place.narrow(tensor) for place in shard] for shard in owned]
     pieces = len(owned[0])

@@ -17,7 +17,7 @@ from farflung.codecs.base import check_floating
 from farflung.codecs.qsgd import resolve_levels
 from farflung.comm import Coding
 from farflung.errors import ConfigError, Unsupported
-from farflung.options import check_choice, check_integer, check_number, check_share
+from farflung.options import check_choice, check_coefficient, check_integer, check_number
 from farflung.reducers.aggregation import CodecExchange
 from farflung.reducers.base import (
     build_result,
@@ -122,7 +122,7 @@ class GradiVeQ(Reducer):
         if self.ratio is not None:
             check_number(name, "ratio", self.ratio, 1)
         if self.variance_left is not None:
-            check_share(name, "variance_left", self.variance_left)
+            check_coefficient(name, "variance_left", self.variance_left)
         check_integer(name, "warm_up", self.warm_up, 0)
         check_integer(name, "sample_steps", self.sample_steps, 2)
         check_integer(name, "compress_steps", self.compress_steps, 2)
