@@ -148,7 +148,7 @@ class RandomState:
             yield
         finally:
             if RandomState._installed is not None:
-                RandomState._installed._keep()
+                RandomState._installed._save_globals()
             RandomState._installed = installed_before
             globals_before.restore()
 

@@ -72,7 +72,7 @@ def check_codecs(name: str, *codecs: object) -> None:
       ConfigError: A part is not a codec.
     """
     for codec in codecs:
-        if not hasattr(codec, "observe"):
+        if not hasattr(codec, "update_state"):
             raise ConfigError(f"{name} is made of codecs, not of {codec!r}")
 
 
@@ -103,7 +103,7 @@ def list_summed_specs(codec: Codec, spec: TensorSpec) -> tuple[TensorSpec, ...]:
 
     The result is empty if the codec has no method ``list_summed_specs``.
     """
-    method = getattr(codec, "summed_specs", None)
+    method = getattr(codec, "list_summed_specs", None)
     return () if method is None else tuple(method(spec))
 
 

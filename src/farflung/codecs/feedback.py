@@ -60,7 +60,7 @@ class ErrorFeedback(BaseCodec):
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError("error_feedback around error_feedback keeps the same residual twice: use one")
         check_fraction("error_feedback", "decay", self.decay)
-        if getattr(self.codec, "expands", False):
+        if getattr(self.codec, "is_expansive", False):
             raise ConfigError(
                 "error_feedback around randomk makes its errors grow by n/k: use randomk(unbiased=False)"
             )

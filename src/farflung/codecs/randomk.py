@@ -46,7 +46,7 @@ class RandomK(SparseCodec):
     """
 
     density: float = 0.01
-    is_unbiased: bool = True
+    unbiased: bool = True
 
     is_stateless: ClassVar[bool] = False
 
@@ -54,9 +54,14 @@ class RandomK(SparseCodec):
         check_fraction("randomk", "density", self.density)
 
     @property
+    @override
+    def is_unbiased(self) -> bool:
+        return self.unbiased
+
+    @property
     def is_expansive(self) -> bool:
         """Returns True if entries are sent enlarged, so that errors would grow by n/k with error feedback."""
-        return self.is_unbiased and self.density < 1
+        return self.unbiased and self.density < 1
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -73,7 +78,7 @@ class RandomK(SparseCodec):
         flat = grad.reshape(-1)
         indices = self._draw_indices(state, flat.numel(), step, flat.device)
         values = flat[indices]
-        if self.is_unbiased and len(indices):
+        if self.unbiased and len(indices):
             values.mul_(flat.numel() / len(indices))
         return Payload((values,)), state
 

@@ -471,7 +471,7 @@ class Connection:
             return 0
         with suppress(OSError):
             if sys.platform == "darwin":
-                return self.unsent + self.sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
+                return self.unsent_nbytes + self.sock.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
             unacknowledged: int = struct.unpack("i", fcntl.ioctl(self.sock.fileno(), _SIOCOUTQ, bytes(4)))[0]
             return self.unsent_nbytes + unacknowledged
         return self.unsent_nbytes

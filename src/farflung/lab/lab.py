@@ -204,10 +204,10 @@ class Lab:
                     {(m.src, m.dst): expectations[m.src, m.dst] for m in find_misfits(results)}
                 ):
                     key = retry.src, retry.dst
-                    results[key] = min(results[key], retry, key=attrgetter("off"))
+                    results[key] = min(results[key], retry, key=attrgetter("max_error"))
             if not (bad := find_misfits(results)):
                 return list(results.values())
-        worst = max(bad, key=attrgetter("off"))
+        worst = max(bad, key=attrgetter("max_error"))
         raise LabError(
             f"{self.profile.name} does not come out right on this machine ({len(bad)} of {len(results)} pairs); from "
             f"node {worst.src} to node {worst.dst}: {worst.latency_s * 1e3:.3g} ms instead of "

@@ -194,7 +194,7 @@ class Follower:
     def follow_exchange(self, logged: Any) -> None:
         """Gives an exchange its result once it has arrived."""
         if (error := self._find_error()) is not None:
-            logged.result.fail(error)
+            logged.result.set_exception(error)
             return
         self._waiting_exchanges[logged.exchange, logged.part] = logged
         self._deliver_results()
@@ -230,7 +230,7 @@ class Follower:
     def _fail(self, error: BaseException) -> None:
         waiting, self._waiting_exchanges = self._waiting_exchanges, {}
         for logged in waiting.values():
-            logged.result.fail(error)
+            logged.result.set_exception(error)
         self._wake()
 
     def _has_enough(self, source: _SnapshotSource) -> bool:

@@ -41,7 +41,7 @@ _BASE_CLASSES: dict[str, type] = {
     "stream": Stream,
 }
 """Base class of a family's members."""
-_REQUIRED_METHODS = {"codec": "encode", "scaling": "factor"}
+_REQUIRED_METHODS = {"codec": "encode", "scaling": "compute_factor"}
 """Method required of members of the other families."""
 
 

@@ -265,7 +265,7 @@ class RunConfig:
         base_recipe = base_recipe.with_components(**members)
         if is_balanced:
             base_recipe = _balance_by_speed(base_recipe, training.seed)
-        needs_shares = base_recipe.parts(training.seed).needs_shares
+        needs_shares = base_recipe.build_components(training.seed).needs_shares
         return {
             "workload": format_spec(workload, WORKLOADS)
             if isinstance(workload, str) or callable(workload)
@@ -602,7 +602,9 @@ def _create_workload(source: object, data: str) -> Workload:
     options = {} if data == "auto" else {"data": data}
     if isinstance(source, str):
         return create_workload(source, **options)
-    task: Any = source(**options) if isinstance(source, type) or not hasattr(source, "datasets") else source  # type: ignore[operator]
+    task: Any = (
+        source(**options) if isinstance(source, type) or not hasattr(source, "load_datasets") else source
+    )  # type: ignore[operator]
     if options and task is source:
         raise ConfigError(f"--data {data}: {source!r} is made already")
     return check_workload(task)

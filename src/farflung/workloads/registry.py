@@ -92,4 +92,4 @@ def check_workload(candidate: object) -> Workload:
     return candidate  # type: ignore[return-value]
 
 
-_ATTRIBUTES = ("name", "defaults", "model", "loss", "metric", "datasets")
+_ATTRIBUTES = ("name", "defaults", "build_model", "compute_losses", "compute_metrics", "load_datasets")
