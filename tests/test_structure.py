@@ -478,7 +478,8 @@ def test_the_training_loop_names_no_part_of_a_recipe() -> None:
 
 
 PARTS = {"Sampler", "Schedule", "Sharing", "Stream"}
-"""Families of which nothing asks what kind a member is; :mod:`farflung.recipes.components` asks whether it is one at all."""
+"""Families of which nothing asks what kind a member is; :mod:`farflung.recipes.components` asks whether it is one at
+all."""
 
 
 def test_nothing_asks_what_kind_a_part_is() -> None:

@@ -230,5 +230,5 @@ APPLICATIONS = {
     ),
 }
 """The paper's, two to look around, and one for quick runs. Operations are those of a forward pass, as
-:func:`farflung.calibration.count_forward_flops` counts: AID's of pictures of 64 x 64, spectrograms of 64 x 101, 48 words.
-CIFAR-100 and SVHN have CIFAR-10's settings; their data were not at hand, so nothing was tried there."""
+:func:`farflung.calibration.count_forward_flops` counts: AID's of pictures of 64 x 64, spectrograms of 64 x 101, 48
+words. CIFAR-100 and SVHN have CIFAR-10's settings; their data were not at hand, so nothing was tried there."""

@@ -145,7 +145,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     if missing := [name for key, name in trainable_names.items() if key not in optimizer_parameters]:
         warnings.warn(
-            f"attach: the optimizer lacks {format_names(missing)}, whose gradients are exchanged nevertheless: freeze them "
+            f"attach: the optimizer lacks {format_names(missing)}, whose gradients are exchanged nevertheless: "
+            f"freeze them "
             "before, unless another optimizer has them",
             stacklevel=3,
         )

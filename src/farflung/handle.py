@@ -715,7 +715,8 @@ class Handle:
     def _describe_missing_step(self, symptom: str) -> str:
         hint = f"; {self._other_optimizer} did" if self._other_optimizer else ""
         return (
-            f"{get_optimizer_name(self._optimizer)}, which attach() was given, {symptom}{hint}, and {type(self._schedule).__name__} "
+            f"{get_optimizer_name(self._optimizer)}, which attach() was given, {symptom}{hint}, and "
+            f"{type(self._schedule).__name__} "
             "counts its steps: attach the optimizer whose step() runs; updates by hand need a synchronous recipe"
         )
 
@@ -740,7 +741,8 @@ class Handle:
             self._warn_once(
                 "apart",
                 f"replicas have come apart by {spread:.1g} of their parameters' norm by step {self.step}, though their "
-                f"gradients are equal: something beside the steps of {get_optimizer_name(self._optimizer)} changes parameters "
+                f"gradients are equal: something beside the steps of {get_optimizer_name(self._optimizer)} "
+                f"changes parameters "
                 "unlike on each rank, such as noise drawn with unlike seeds. finish() averages them",
             )
 
@@ -817,7 +819,8 @@ class Handle:
         unoptimized_ids = self._parameter_ids - {id(p) for p in list_optimizer_parameters(self._optimizer)}
         if any(p.grad is not None and id(p) in unoptimized_ids for p in list_optimizer_parameters(optimizer)):
             raise Unsupported(
-                f"{get_optimizer_name(optimizer)} steps after {get_optimizer_name(self._optimizer)}, which attach() was given, on other "
+                f"{get_optimizer_name(optimizer)} steps after {get_optimizer_name(self._optimizer)}, which "
+                f"attach() was given, on other "
                 f"parameters of the model: {type(self._schedule).__name__} exchanges what steps have changed when the "
                 "attached one has stepped. Attach the optimizer that steps last"
             )
@@ -836,7 +839,8 @@ class Handle:
             unfrozen := [name for name, p in self._frozen_parameters if p.requires_grad]
         ):
             raise ConfigError(
-                f"parameters were frozen when attach() was called, and would train apart now: {format_names(unfrozen)}; "
+                f"parameters were frozen when attach() was called, and would train apart now: "
+                f"{format_names(unfrozen)}; "
                 "finish() and attach() again after unfreezing"
             )
         count = 0
@@ -963,7 +967,8 @@ class Handle:
                 self._warn_once(
                     "finish",
                     f"finish() has averaged replicas that had come apart by {spread:.1g} of their parameters' norm: "
-                    f"something has changed them after the last step of {get_optimizer_name(self._optimizer)}, such as another "
+                    f"something has changed them after the last step of {get_optimizer_name(self._optimizer)}, "
+                    f"such as another "
                     "optimizer. Attach the one that steps last",
                 )
         if not self._schedule.is_gradient_only and (

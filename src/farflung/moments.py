@@ -47,7 +47,8 @@ def check_averageable(optimizer: torch.optim.Optimizer) -> None:
     """
     if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.AdamW):
         raise ConfigError(
-            f"optimizer_state='averaged': the state of {get_optimizer_name(optimizer)} is not known, only that of SGD, Adam and "
+            f"optimizer_state='averaged': the state of {get_optimizer_name(optimizer)} is not known, only that "
+            f"of SGD, Adam and "
             "AdamW: use 'kept' or 'reset'"
         )
 

@@ -388,7 +388,8 @@ def test_refusals_are_logged_with_their_count_each_time_it_has_doubled(
             stranger.shutdown(socket.SHUT_WR)
             members.until(lambda known=known: first.session.transport.num_rejected == known)  # type: ignore[misc]
     assert caplog.messages == [
-        f"rank 0 at {first.session.transport.local_peer.address}: refused a connection that is not of this run; 0 messages and "
+        f"rank 0 at {first.session.transport.local_peer.address}: refused a connection that is not of this run; "
+        f"0 messages and "
         f"{count} connections so far"
         for count in (1, 2, 4)
     ]

@@ -235,7 +235,8 @@ class BlockStore:
     def __init__(self, partition: str = "", data: Tensor | None = None, labels: Tensor | None = None) -> None:
         if not partition.isprintable() or len(partition) > _MAX_NAME_LENGTH:
             raise ConfigError(
-                f"partition {partition[:_MAX_NAME_LENGTH]!r}: give it a name of at most {_MAX_NAME_LENGTH} printable characters"
+                f"partition {partition[:_MAX_NAME_LENGTH]!r}: give it a name of at most {_MAX_NAME_LENGTH} "
+                f"printable characters"
             )
         self.partition, self.data, self.labels = partition, data, labels
         self.raw_number = -1

@@ -112,7 +112,8 @@ class Settings:
         sets = accumulate(math.comb(self.devices, losses) for losses in range(1, max_losses + 1))
         if any(num_sets > MAX_LOSS_SETS for num_sets in sets):
             raise ConfigError(
-                f"{_NAME}: redundancy {self.redundancy}: with {self.devices} devices that is more than {MAX_LOSS_SETS:,} "
+                f"{_NAME}: redundancy {self.redundancy}: with {self.devices} devices that is more than "
+                f"{MAX_LOSS_SETS:,} "
                 "sets of devices that may vanish, and no more are tried: lower it"
             )
 

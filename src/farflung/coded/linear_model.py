@@ -514,7 +514,8 @@ class Classes:
             )
         if len(values) < 2:
             raise DataError(
-                f"all samples have the label {_format_labels(values)}: there is nothing to tell apart; give the devices "
+                f"all samples have the label {_format_labels(values)}: there is nothing to tell apart; give the "
+                f"devices "
                 "samples of two classes or more"
             )
         return Classes(values, positive)

@@ -12,7 +12,7 @@ from farflung.comm.wire import INLINE_NBYTES
 __all__ = ["compute_piece_nbytes", "compute_wire_nbytes"]
 
 RECORD_HEADER_NBYTES = 8
-"""Header of a record: size u32, kind u8, three bytes of 0; see :mod:`farflung.comm.num_records`."""
+"""Header of a record: size u32, kind u8, three bytes of 0; see :mod:`farflung.comm.records`."""
 HEAD_NBYTES = 56
 """Head of a message of one flat tensor, which carries up to :data:`farflung.comm.wire.INLINE_NBYTES` bytes."""
 PIECE_HEADER_NBYTES = 13

@@ -312,7 +312,7 @@ class Handshaker:
         nonce: bytes,
         proof: bytes,
     ) -> None:
-        """Authenticates a visitor; see :mod:`farflung.comm.visit_handler`."""
+        """Authenticates a visitor; see :mod:`farflung.comm.visits`."""
         from farflung.comm.visits import LENGTH, MAX_NBYTES, compute_visit_proof
 
         (key, answer), nonces = handler, connection.nonce + nonce

@@ -326,7 +326,8 @@ def check_expected(payload: Payload, expect: tuple[TensorSpec, ...], src: int, d
     specs = tuple(TensorSpec.from_tensor(tensor) for tensor in payload.iter_tensors())
     if specs != expect:
         raise ProtocolError(
-            f"rank {src} sent {_format_specs(specs)} for {description} where {_format_specs(expect)} was due: do all ranks run the same "
+            f"rank {src} sent {_format_specs(specs)} for {description} where {_format_specs(expect)} was due: "
+            f"do all ranks run the same "
             "model and recipe?"
         )
 

@@ -20,7 +20,7 @@ HELLO = struct.Struct("<IB3x16s32s")
 """Rank, number of the connection, nonce, proof."""
 PROOF_NBYTES = 32
 VISITOR_RANK = (1 << 32) - 1
-"""Rank of a process that is not a member; see :mod:`farflung.comm.visit_handler`."""
+"""Rank of a process that is not a member; see :mod:`farflung.comm.visits`."""
 _MAX_NAME_LENGTH = 255
 """Most characters of a machine's name."""
 _ADDRESS = re.compile(r"tcp://(?:([0-9.]+)|\[([0-9A-Fa-f:.]+)\]):([0-9]{1,5})")
@@ -118,17 +118,20 @@ def check_peers(local_peer: Peer, peers: Sequence[Peer], keys: Keys | None) -> N
         if (local_peer.key is None) != (peer.key is None):
             plain, encrypting = (local_peer, peer) if local_peer.key is None else (peer, local_peer)
             raise ConfigError(
-                f"rank {plain.rank} listens on its own machine alone ({plain.address_text}), rank {encrypting.rank} encrypts "
+                f"rank {plain.rank} listens on its own machine alone ({plain.address_text}), rank "
+                f"{encrypting.rank} encrypts "
                 f"({encrypting.address_text}): {explain_reachability()}"
             )
         if peer.key is None and peer.host is not None and not is_loopback(peer.host):
             raise ProtocolError(
-                f"the store sends rank {local_peer.rank} to {peer.address} for rank {peer.rank}, where it does not encrypt: "
+                f"the store sends rank {local_peer.rank} to {peer.address} for rank {peer.rank}, where it does "
+                f"not encrypt: "
                 "is it written to from another machine?"
             )
         if keys is not None and keys.accepted_names is not None and peer.key not in keys.accepted_names:
             raise ConfigError(
-                f"rank {peer.rank} at {peer.address_text} has the key {compute_fingerprint(peer.key or '')}, which is not in the "
+                f"rank {peer.rank} at {peer.address_text} has the key {compute_fingerprint(peer.key or '')}, "
+                f"which is not in the "
                 "folder of --keys here: copy the .public file of its machine there"
             )
     for names in (

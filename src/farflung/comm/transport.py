@@ -121,7 +121,7 @@ class Transport(Protocol):
         ...
 
     def accept_visits(self, key: bytes, answer: Callable[[bytes], bytes]) -> None:
-        """Accepts questions of processes that are not members from now on; see :mod:`farflung.comm.visit_handler`.
+        """Accepts questions of processes that are not members from now on; see :mod:`farflung.comm.visits`.
 
         Args:
           key: Key of the run; visitors prove that they know it.

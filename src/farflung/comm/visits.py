@@ -87,7 +87,7 @@ class Access:
 
         Args:
           address: Address of the member.
-          question: Question, see :mod:`farflung.wall.visit_handler`.
+          question: Question, see :mod:`farflung.wall.visits`.
           patience_s: Most seconds that the visit may take.
 
         Returns:

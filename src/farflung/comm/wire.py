@@ -2,7 +2,7 @@
 
 A message is a head, which also carries tensors of up to :data:`INLINE_NBYTES` bytes as long as it fits in
 :data:`MAX_INLINE_HEAD_NBYTES`, and one frame for each other tensor. Nothing is unpickled; every size is bounded
-before memory is allocated. :mod:`farflung.comm.num_records` describes how frames cross a connection.
+before memory is allocated. :mod:`farflung.comm.records` describes how frames cross a connection.
 """
 
 from __future__ import annotations

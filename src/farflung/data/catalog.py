@@ -169,7 +169,7 @@ def lookup_source(name: str) -> Source:
 
     Raises:
       UnknownName: No data set has this name.
-      ConfigError: The object in the module is no :class:`BlockSource`.
+      ConfigError: The object in the module is no :class:`Source`.
     """
     if ":" in name:
         candidate = import_object("data set", name)

@@ -10,4 +10,5 @@ __all__ = ["STREAMS"]
 STREAMS: Registry[Stream] = Registry("farflung.data", {"in_memory": "InMemory"}) | Registry(
     "farflung.streams", {"iterator": "iterator", "kafka": "kafka", "rate": "RateLimited"}
 )
-"""Streams by name; each is built anew for every replica. No other module of data imports :mod:`farflung.is_streaming`."""
+"""Streams by name; each is built anew for every replica. No other module of data imports
+:mod:`farflung.streams`."""

@@ -101,7 +101,8 @@ def build_spec(sync_unit: SyncUnit) -> TensorSpec:
     dtypes = {bucket.spec.dtype for bucket in sync_unit.buckets}
     if len(dtypes) > 1:
         raise Unsupported(
-            f"fragment {sync_unit.index} holds {' and '.join(sorted(map(str, dtypes)))}: give each type fragments of its own"
+            f"fragment {sync_unit.index} holds {' and '.join(sorted(map(str, dtypes)))}: give each type "
+            f"fragments of its own"
         )
     spans: list[ParameterSpan] = []
     start = 0

@@ -62,7 +62,8 @@ def check_optimizer_kind(replica_state: State, optimizer: torch.optim.Optimizer,
     kind = get_optimizer_name(optimizer)
     if replica_state["optimizer"]["kind"] != kind:
         raise CheckpointError(
-            f"{origin}: its optimizer is {replica_state['optimizer']['kind']}, not {kind}; resume with the --optimizer that the "
+            f"{origin}: its optimizer is {replica_state['optimizer']['kind']}, not {kind}; resume with the "
+            f"--optimizer that the "
             "run was started with"
         )
 

@@ -211,7 +211,8 @@ class Replica:
         )
         if components.has_rate_scaling and not components.schedule.is_gradient_only:
             raise ConfigError(
-                f"--scaling: under {type(self.components.schedule).__name__} the optimizer steps before it is known how "
+                f"--scaling: under {type(self.components.schedule).__name__} the optimizer steps before it is "
+                f"known how "
                 "many samples all replicas took: leave it out, or choose another --schedule"
             )
 

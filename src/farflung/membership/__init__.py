@@ -1,7 +1,7 @@
 """Protocol of elastic training, by which members agree on the next view without a server.
 
-:class:`DeviceState` is a state machine without sockets and clocks. A driver passes it events and carries out its effects,
-in the same way on real machines and in virtual time. See ``docs/membership.md``.
+:class:`Member` is a state machine without sockets and clocks. A driver passes it events and carries out its
+effects, in the same way on real machines and in virtual time. See ``docs/membership.md``.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Driver of :class:`DeviceState` in a run that survives the loss of members, on the wall clock and in virtual time."""
+"""Driver of :class:`Member` in a run that survives the loss of members, on the wall clock and in virtual time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ADMISSION_STEPS = 3
 
 
 class Agreement:
-    """Driver that passes events to a :class:`DeviceState` and carries out its effects.
+    """Driver that passes events to a :class:`Member` and carries out its effects.
 
     It belongs to the thread that carries exchanges, and so do its parts: ``log`` of exchanges, ``giver`` of the state
     to others, ``joiner`` for this member's own way into the run, and ``liveness`` of the others.

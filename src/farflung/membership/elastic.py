@@ -68,8 +68,8 @@ class PaxosMembership:
         view = View(int(runtime.comm.rank in ranks), names, (0,), (names,))
         self.roster = Roster(view, Change(first_step, ranks), max_steps_ahead)
         self.agreement = Agreement(
-            runtime, key, self.roster, page=page, min_members=min_members, quorum=quorum, patience_s=patience_s, can_return=can_return,
-            first_step=first_step, on_view=on_view,
+            runtime, key, self.roster, page=page, min_members=min_members, quorum=quorum, patience_s=patience_s,
+            can_return=can_return, first_step=first_step, on_view=on_view,
         )  # fmt: skip
         self._runtime, self._log = runtime, self.agreement.log
         self.find_change, self.count_batches, self.return_batches = (
@@ -178,8 +178,8 @@ class PaxosMembership:
     def leave(self) -> Pending[None]:
         """Leaves the run: the others continue without this member, which hands over the results that it alone holds.
 
-        Its exchanges then fail with :class:`farflung.errors.ReplicaLeft`. The others take over its batches that are in no
-        update yet.
+        Its exchanges then fail with :class:`farflung.errors.ReplicaLeft`. The others take over its batches that are in
+        no update yet.
 
         Returns:
           Completes when it has left, or at the end of the run; fails if it has stopped for another reason.

@@ -1,8 +1,8 @@
 """Agreement on the next view, as a state machine without sockets and clocks.
 
-It is Paxos without a leader, one instance per view. The ballot is the size of a member's knowledge, a :class:`MemberReport`
-is a promise, and a :class:`Vote` accepts. ``docs/membership.md`` lists the rules, which comments here number, and
-proves them safe.
+It is Paxos without a leader, one instance per view. The ballot is the size of a member's knowledge, a
+:class:`MemberReport` is a promise, and a :class:`Vote` accepts. ``docs/membership.md`` lists the rules, which comments
+here number, and proves them safe.
 """
 
 from __future__ import annotations

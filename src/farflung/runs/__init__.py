@@ -36,7 +36,8 @@ else:
         __name__,
         {
             "comparison": "Comparison compare",
-            "config": "DEFAULT_COMPARED DEFAULT_DEVICE DEFAULT_NETWORK RunConfig RunOptions SimulatedConfig parse_variant",
+            "config": "DEFAULT_COMPARED DEFAULT_DEVICE DEFAULT_NETWORK RunConfig RunOptions SimulatedConfig "
+            "parse_variant",
             "events": "EVENTS_VARIABLE listen_for_events",
             "folder": "RunFolder",
             "joining": "join_running",

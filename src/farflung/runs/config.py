@@ -528,7 +528,8 @@ class SimulatedConfig(RunConfig):
             )
         if self.recipe.build_components(self.seed).stream.is_live:
             raise ConfigError(
-                f"--stream {self.recipe.component_texts['stream']}: its samples come when they come, and virtual time would "
+                f"--stream {self.recipe.component_texts['stream']}: its samples come when they come, and "
+                f"virtual time would "
                 "stand still meanwhile: use farflung train, or simulate rate(...)"
             )
         self.make_world()

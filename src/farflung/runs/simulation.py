@@ -379,7 +379,8 @@ def _load_retimable(source: RunFolder, config: RunConfig) -> tuple[dict[int, lis
         )
     if config.recipe.build_components(config.seed).sharing.has_data_transfers:
         raise ConfigError(
-            f"{source.path}: its replicas sent samples (--sharing {config.recipe.component_texts['sharing']}), which is not "
+            f"{source.path}: its replicas sent samples (--sharing {config.recipe.component_texts['sharing']}), "
+            f"which is not "
             "recorded; simulate it anew instead"
         )
     events = source.load_events()

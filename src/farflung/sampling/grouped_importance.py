@@ -463,7 +463,8 @@ class GroupedImportance(ScoringSampler):
         """Drops samples that have left, and adds new ones."""
         if isinstance(context.pool, int) and isinstance(self._groups, int) and self._groups > context.pool:
             raise ConfigError(
-                f"{NAME}: groups {self._groups} for the {context.pool} samples of this replica: ask for fewer groups, or "
+                f"{NAME}: groups {self._groups} for the {context.pool} samples of this replica: ask for fewer "
+                f"groups, or "
                 "for fewer replicas"
             )
         ids = torch.arange(context.pool) if isinstance(context.pool, int) else context.pool

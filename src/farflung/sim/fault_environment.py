@@ -42,7 +42,8 @@ def check_plan(plan: FaultPlan, size: int, *, needs_all_members: bool = True) ->
     for fault in plan.faults:
         if needs_all_members and fault.kind in MEMBERSHIP_KINDS:
             raise Unsupported(
-                f"{fault}: virtual time carries {', '.join(sorted(SUPPORTED_FAULTS))} alone where every exchange needs all "
+                f"{fault}: virtual time carries {', '.join(sorted(SUPPORTED_FAULTS))} alone where every "
+                f"exchange needs all "
                 "replicas; members come and go in a view that is not whole (VirtualWorld(whole=False))"
             )
     plan.check(
@@ -200,7 +201,9 @@ class VirtualFaultEnvironment(FaultEnvironment):
         return self._clock.time() - (0.0 if self._pauses is None else self._pauses.get_paused_s(rank))
 
     def call_when_running(self, rank: int, due_s: float, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` when :meth:`get_running_s` of a replica is ``next_check_s``; never if it crashes or leaves before."""
+        """Calls ``fn`` when :meth:`get_running_s` of a replica is ``next_check_s``; never if it crashes or leaves
+        before.
+        """
         if self._pauses is None:
             self._clock.call_at(due_s, fn)
             return

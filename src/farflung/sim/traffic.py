@@ -3,9 +3,9 @@
 The file has JSON lines. ``{"journey": n, "ops": [...]}`` is the trace of one rank in an exchange; equal traces are
 stored once. ``{"step": s, "number": k, "journeys": [...], ...}`` is one exchange: the trace of each rank, and its
 results besides the mean. ``{"step": s, "number": k, "learn": [...]}`` is the computation of each rank's state update
-when the result of an exchange is merged, from that step on. ``update_all_states`` is that of the joint update of a step.
-``{"step": s, "rank": r, "fill": [...]}`` is the order in which the buckets of a backward pass filled, if they did not
-fill by number.
+when the result of an exchange is merged, from that step on. ``learn_together`` is that of the joint update of a
+step. ``{"step": s, "rank": r, "fill": [...]}`` is the order in which the buckets of a backward pass filled, if they did
+not fill by number.
 """
 
 from __future__ import annotations

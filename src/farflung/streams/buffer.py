@@ -132,7 +132,8 @@ class Buffer:
         room = self._max_samples if self._backlog is None else self._backlog
         if not self._min_samples <= self._max_samples <= room:
             raise ConfigError(
-                f"stream: least {self._min_samples}, most {self._max_samples}, backlog {room}: none may be above the next"
+                f"stream: least {self._min_samples}, most {self._max_samples}, backlog {room}: none may be "
+                f"above the next"
             )
         self._batch_size, self._decide = context.batch_size, context.decide
         row = context.data.get_rows(torch.tensor([0]))

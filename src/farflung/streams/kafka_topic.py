@@ -165,7 +165,8 @@ class KafkaSource(MessageSource):
             return {p.partition: self._find_range(p) for p in begins}
         except self._kafka.KafkaException as error:
             raise DataError(
-                f"{self.name}: {self.trouble or _get_reason(error)}: is a broker running there, and does it advertise an "
+                f"{self.name}: {self.trouble or _get_reason(error)}: is a broker running there, and does it "
+                f"advertise an "
                 "address that can be reached from here?"
             ) from None
 

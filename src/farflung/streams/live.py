@@ -432,7 +432,8 @@ class LiveStream(Stream):
             self._num_skipped += 1
             if self._num_skipped > self._skip:
                 raise DataError(
-                    f"{self._source.name}: {self._num_skipped} messages do not decode, the last at position {position} of "
+                    f"{self._source.name}: {self._num_skipped} messages do not decode, the last at position "
+                    f"{position} of "
                     f"partition {partition} ({error}): raise skip, or give a decoder for them"
                 )
         self._samples.update(samples)

@@ -365,7 +365,8 @@ class WallRuntime:
 
         Args:
           peer: Address of the replica, whose rank is below the size of the run.
-          connect_timeout_s: Maximum time in seconds until its greeting. Then the wait fails with :class:`DeadlinePassed`, and the
+          connect_timeout_s: Maximum time in seconds until its greeting. Then the wait fails with
+          :class:`DeadlinePassed`, and the
             replica is dismissed.
         """
         greeted = self.session.admit(peer)

@@ -86,7 +86,8 @@ def check_workload(candidate: object) -> Workload:
     missing = [part for part in _ATTRIBUTES if not hasattr(candidate, part)]
     if missing:
         raise ConfigError(
-            f"{candidate!r} is no workload: it has no {', '.join(missing)}; see farflung.types.Workload, or make one of a "
+            f"{candidate!r} is no workload: it has no {', '.join(missing)}; see farflung.types.Workload, or "
+            f"make one of a "
             "model and data sets by farflung.TorchWorkload"
         )
     return candidate  # type: ignore[return-value]
