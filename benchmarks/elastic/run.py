@@ -543,7 +543,7 @@ def unequal(lab: bool, quick: bool) -> Mapping[str, Measured]:
 
 SCHEDULES = (
     "synchronous", "pipelined(width=2)", "pipelined(width=3)", "delayed(delay=2,period=2)", "delayed(delay=3)",
-    "local_sgd(sync_every=3)", "post_local_sgd(until=4,sync_every=3)", "diloco(sync_every=4)",
+    "local_sgd(sync_every=3)", "post_local_sgd(warmup=4,sync_every=3)", "diloco(sync_every=4)",
     "streaming_diloco(sync_every=4,fragments=2)",
 )  # fmt: skip
 

@@ -63,7 +63,7 @@ def uniform(application: str, **others: Any) -> Watched:
 
 def grouped(most: int, more: str = "", *, chunk: int = CHUNK) -> str:
     """Mercury's sampler: groups as large as there is time for, up to a size."""
-    return f"grouped_importance(rule='paper', groups='bacc', chunk={chunk}, most={most}{more})"
+    return f"grouped_importance(rule='paper', groups='bacc', chunk={chunk}, max_scored={most}{more})"
 
 
 def resharded(samples: int, by: str = "importance") -> str:

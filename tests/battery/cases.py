@@ -59,7 +59,7 @@ SOONER: dict[str, dict[str, Any]] = {
         "sampler": "grouped_importance(rule='paper', groups='bacc', chunk=8, every=3)",
         "sharing": "resharding(samples=6, every=4, within=3)",
     },
-    "post_local_sgd": {"schedule": "post_local_sgd(until=8, sync_every=5, optimizer_state='averaged')"},
+    "post_local_sgd": {"schedule": "post_local_sgd(warmup=8, sync_every=5, optimizer_state='averaged')"},
     "sparse_loco": {"schedule": "diloco(sync_every=6, outer_rate=1.0, outer_momentum=0.0)"},
     "streaming_diloco": {
         "schedule": "streaming_diloco(sync_every=6, fragments=2, delay=2, optimizer_state='reset')"

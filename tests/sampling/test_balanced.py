@@ -114,7 +114,7 @@ def test_a_replay_has_equal_bits(schedule: str, tmp_path: Path) -> None:
     """Real replicas, whose batches follow their measured speeds, and virtual time."""
     settings: dict[str, Any] = {
         "workload": "synthetic/quadratic", "workers": 2, "steps": 30, "batch_size": 12, "schedule": schedule,
-        "sampler": "balanced(every=4, least_gain=0)", "collective": "direct",
+        "sampler": "balanced(every=4, min_gain=0)", "collective": "direct",
     }  # fmt: skip
     real = farflung.train(**settings, out=tmp_path / "real")
     again = farflung.simulate(
@@ -220,7 +220,7 @@ def test_auto_is_refused_where_it_cannot_be(
     ("options", "says"),
     [
         ({"sampler": "balanced(every=0)"}, "every"),
-        ({"sampler": "balanced(least_gain=1)"}, "least_gain"),
+        ({"sampler": "balanced(min_gain=1)"}, "min_gain"),
     ],
 )
 def test_bad_options_are_one_line(options: dict[str, Any], says: str) -> None:

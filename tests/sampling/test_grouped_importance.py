@@ -645,7 +645,7 @@ def test_scores_that_are_not_finite_end_the_run_and_those_below_zero_are_refused
         ("smoothing=0", "smoothing 0 must be above 0, or samples scored 0 are never drawn"),
         ("statistics='mine'", "statistics 'mine' must be 'batch' or 'uniform'"),
         ("chunk=0", "chunk 0 must be at least 1"),
-        ("most=63", "most 63 must be at least 64"),
+        ("max_scored=63", "max_scored 63 must be at least 64"),
         ("every=0", "every 0 must be at least 1"),
         ("share=2", "share 2 must be above 0 and at most 1"),
     ],

@@ -38,7 +38,7 @@ def ends(schedule: str, size: int = 3, parts: dict[str, Any] | None = None, **se
     [
         "local_sgd(1)",
         "local_sgd(1, 'averaged')",
-        "post_local_sgd(until=7, sync_every=1)",
+        "post_local_sgd(warmup=7, sync_every=1)",
         "adacomm(sync_every=1)",
         "diloco(1, outer_rate=1, outer_momentum=0)",
     ],
@@ -53,7 +53,7 @@ SAME = {
     "delayed(0, {0})": "local_sgd({0})",
     "local_sgd({0})": "diloco({0}, outer_rate=1.0, outer_momentum=0.0)",
     "diloco({0})": "streaming_diloco({0}, 1, 0, 0.0, outer_rate=0.7)",
-    "local_sgd({0}, 'reset')": "post_local_sgd(until=0, sync_every={0}, optimizer_state='reset')",
+    "local_sgd({0}, 'reset')": "post_local_sgd(warmup=0, sync_every={0}, optimizer_state='reset')",
     "local_sgd({0}, 'averaged')": "adacomm({0}, optimizer_state='averaged')",
 }
 

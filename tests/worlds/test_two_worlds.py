@@ -152,7 +152,7 @@ def test_who_has_sent_what_to_whom_is_alike_in_both_worlds(pool: Pool, schedule:
 @pytest.mark.parametrize("schedule", ["synchronous", "pipelined(width=2)"])
 def test_batches_by_speed_are_alike_in_both_worlds(pool: Pool, schedule: str, tmp_path: Path) -> None:
     """Where each replica takes a share of the samples by what was measured on real ones."""
-    sampler = "balanced(every=2, least_gain=0)"
+    sampler = "balanced(every=2, min_gain=0)"
     run: dict[str, Any] = {
         "parts": {**IDENTITY, "schedule": schedule, "sampler": sampler},
         "steps": 12,

@@ -193,7 +193,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "post_local_sgd",
             "post-local SGD: synchronous for 1,000 steps, then averaged every 16 (Lin et al. 2020)",
-            schedule="post_local_sgd(until=1000, sync_every=16)",
+            schedule="post_local_sgd(warmup=1000, sync_every=16)",
         ),
         Recipe(
             "adacomm",

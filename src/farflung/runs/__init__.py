@@ -40,7 +40,7 @@ else:
             "parse_variant",
             "events": "EVENTS_VARIABLE listen_for_events",
             "folder": "RunFolder",
-            "joining": "join_running",
+            "joining": "join_run",
             "launching": "fork_worker_parent",
             "preparing": "PreparedRun prepare_run name_run_folder",
             "replicas": "make_replica resolve_run_collective",

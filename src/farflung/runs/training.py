@@ -126,7 +126,7 @@ def begin_training(
 
         log = run.create_log() if env.rank == 0 else nullcontext(discard_event)
 
-        def train_replica(user_sink: Sink) -> Run:
+        def start_training(user_sink: Sink) -> Run:
             sink = (
                 combine_sinks(user_sink, connect_event_sink(os.environ[EVENTS_VARIABLE]))
                 if EVENTS_VARIABLE in os.environ
@@ -136,7 +136,7 @@ def begin_training(
                 return train_replica(run, buffered_sink, env, Page.from_environment())
 
         with run.begin_run() if env.rank == 0 else nullcontext():
-            yield train_replica
+            yield start_training
         return
     if replace(endpoint, encrypt=False) != Endpoint():
         raise ConfigError(

@@ -43,9 +43,9 @@ __all__ = [
 SAMPLERS: Registry[Sampler] = Registry(
     __name__,
     {
-        "balanced": "Balanced",
+        "balanced": "BalancedSampler",
         "grouped_importance": "GroupedImportance",
-        "uniform": "Uniform",
+        "uniform": "UniformSampler",
     },
 )
 """Registry of samplers by name; each is built from its seed."""

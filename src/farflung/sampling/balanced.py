@@ -46,7 +46,7 @@ class BalancedSampler(UniformSampler):
     def __init__(self, seed: int, every: int = 16, min_gain: float = 0.1) -> None:
         super().__init__(seed)
         check_integer("balanced", "every", every, 1)
-        check_coefficient("balanced", "least_gain", min_gain)
+        check_coefficient("balanced", "min_gain", min_gain)
         self._period, self._min_gain = every, min_gain
         self.counts: tuple[int, ...] = ()
         """Samples of each rank in a step; empty if all ranks take equal batches."""

@@ -175,7 +175,7 @@ class GroupedImportance(ScoringSampler):
         check_choice(NAME, "statistics", statistics, get_args(StatisticsSource))
         check_integer(NAME, "chunk", chunk, 1)
         if max_scored is not None:
-            check_integer(NAME, "most", max_scored, chunk)
+            check_integer(NAME, "max_scored", max_scored, chunk)
         self._groups, self._num_chosen = groups, chosen
         self._beta, self._smoothing = float(beta), float(smoothing)
         self.scored_by, self._chunk, self._max_scored = scored_by, chunk, max_scored

@@ -79,7 +79,7 @@ class AdaComm(Schedule):
         if self.shrink == 1:
             raise ConfigError("adacomm: shrink 1 would shrink nothing: it must be below 1")
         check_number("adacomm", "rate_power", self.rate_power, 0)
-        check_integer("adacomm", "most", self.max_period, self.sync_every)
+        check_integer("adacomm", "max_period", self.max_period, self.sync_every)
         check_coefficient("adacomm", "block_momentum", self.block_momentum)
         check_state_option("adacomm", self.optimizer_state)
 

@@ -116,7 +116,7 @@ class Delayed(Schedule):
                 raise ConfigError(f"delayed: delay {self.delay!r} must be a whole number or 'auto'")
             check_integer("delayed", "delay", self.delay, 0)
         check_integer("delayed", "period", self.period, 1)
-        check_integer("delayed", "most", self.max_delay, 1)
+        check_integer("delayed", "max_delay", self.max_delay, 1)
         check_integer("delayed", "warmup", self.warmup, 0)
         if self.pull not in ("swap", "auto"):
             if isinstance(self.pull, str):

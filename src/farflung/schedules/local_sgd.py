@@ -97,7 +97,7 @@ class PostLocalSGD(Schedule):
     cost little, and may find minima that generalize better.
 
     Args:
-      sync_steps: Number of synchronous steps, best until the learning rate first falls.
+      warmup: Number of synchronous steps, best until the learning rate first falls.
       sync_every: H, number of steps between two later exchanges, counted from ``warmup``.
       optimizer_state: See :class:`farflung.schedules.LocalSGD`.
 
@@ -113,7 +113,7 @@ class PostLocalSGD(Schedule):
     optimizer_state: OptimizerState = "kept"
 
     def __post_init__(self) -> None:
-        check_integer("post_local_sgd", "until", self.warmup, 0)
+        check_integer("post_local_sgd", "warmup", self.warmup, 0)
         check_integer("post_local_sgd", "sync_every", self.sync_every, 1)
         check_state_option("post_local_sgd", self.optimizer_state)
 
