@@ -21,7 +21,7 @@ from farflung.membership import Page
 from farflung.recipes import Recipe
 from farflung.runs.config import RunConfig, RunOptions, Settings
 from farflung.runs.events import EVENTS_VARIABLE, BufferedSink, connect_event_sink
-from farflung.runs.joining import CONNECT_TIMEOUT_S, agree_on_folder
+from farflung.runs.joining import CONNECT_TIMEOUT_S, agree_on_folder, train_replica
 from farflung.runs.launching import launch
 from farflung.runs.preparing import PreparedRun, name_run_folder, prepare_run
 from farflung.runs.result import Run

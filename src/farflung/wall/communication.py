@@ -19,7 +19,10 @@ __all__ = ["CommunicationThread"]
 
 T = TypeVar("T")
 
-_LEFT_MESSAGE = "this rank has left the run, and exchanges nothing after finish() or close(): take states and averages before"
+_LEFT_MESSAGE = (
+    "this rank has left the run, and exchanges nothing after finish() or close(): take states and averages "
+    "before"
+)
 
 
 class CommunicationThread(threading.Thread):
