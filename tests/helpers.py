@@ -77,7 +77,7 @@ CODEC_ROWS: dict[str, CodecRow] = {
     "by_size": CodecRow(by_size(numel=64), HALF_A_STEP, "shown"),
     "chain": CodecRow(chain(TopK(0.1), Int8()), 0.98, "shown"),
     "chain (of three)": CodecRow(
-        chain(TopK(0.5), RandomK(0.9, is_unbiased=False), Truncate16()), 1.0, "turn"
+        chain(TopK(0.5), RandomK(0.9, unbiased=False), Truncate16()), 1.0, "turn"
     ),
     "chain (unbiased)": CodecRow(chain(RandomK(0.5), QSGD(bits=8)), 1.1, "turn"),
     "chunked_topk": CodecRow(ChunkedTopK(0.1, chunk=64, bits=None), 0.97),
@@ -95,7 +95,7 @@ CODEC_ROWS: dict[str, CodecRow] = {
     "qsgd": CodecRow(QSGD(), NUMEL**0.5 / (2 * 7), "shown"),
     "qsgd (as in its analysis)": CodecRow(QSGD(bits=8, bucket_size=100, norm="l2"), 10 / 127, "shown"),
     "randomk": CodecRow(RandomK(0.25), 1.8, "turn"),
-    "randomk (contractive)": CodecRow(RandomK(0.25, is_unbiased=False), 1.0, "turn"),
+    "randomk (contractive)": CodecRow(RandomK(0.25, unbiased=False), 1.0, "turn"),
     "sign": CodecRow(Sign(), (1 - 1 / NUMEL) ** 0.5, "shown"),
     "topk": CodecRow(TopK(0.1), 0.97),
     "truncate16": CodecRow(Truncate16(), 2.0**-7),

@@ -62,7 +62,7 @@ METHODS: dict[str, Reducer] = {
     "topk, 1%, error feedback, gathered": CodecReducer(error_feedback(TopK(0.01))),
     "topk, 1%, error feedback, in two phases": CodecReducer(error_feedback(TopK(0.01)), phases="two"),
     "topk, 1%, then int8, error feedback": CodecReducer(error_feedback(chain(TopK(0.01), Int8()))),
-    "randomk, 1%, error feedback": CodecReducer(error_feedback(RandomK(0.01, is_unbiased=False))),
+    "randomk, 1%, error feedback": CodecReducer(error_feedback(RandomK(0.01, unbiased=False))),
     "sign, error feedback, gathered": CodecReducer(error_feedback(Sign())),
     "sign, error feedback, in two phases": CodecReducer(error_feedback(Sign()), phases="two"),
     "topk, 0.1%, error feedback, gathered": CodecReducer(error_feedback(TopK(0.001))),

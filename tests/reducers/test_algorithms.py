@@ -169,7 +169,7 @@ WINDOWS = GradiVeQ(slice_size=48, ratio=8, warm_up=1, sample_steps=3, compress_s
 ROUTED = by_role(error_feedback(TopK(0.1)), error_feedback(Sign()))
 FEEDBACK: list[Reducer] = [
     CodecReducer(error_feedback(TopK(0.1))),
-    CodecReducer(error_feedback(RandomK(0.3, is_unbiased=False))),
+    CodecReducer(error_feedback(RandomK(0.3, unbiased=False))),
     CodecReducer(ROUTED),
     CodecReducer(error_feedback(TopK(0.1)), phases="two"),
     CodecReducer(ROUTED, phases="two"),
