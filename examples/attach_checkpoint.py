@@ -1,4 +1,4 @@
-"""A training loop that goes on from its checkpoint, to the bit, with updates of other replicas still under way.
+"""A training loop that resumes bit for bit from its checkpoint, with exchanges still in flight.
 
 torchrun --standalone --nproc-per-node 2 examples/attach_checkpoint.py --folder kept --steps 50
 torchrun --standalone --nproc-per-node 2 examples/attach_checkpoint.py --folder kept --steps 50  # the next 50
@@ -27,7 +27,7 @@ model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 with farflung.attach(model, optimizer, farflung.Recipe(schedule=options.schedule)) as handle:
-    # Parameters, momentum, running statistics and residuals are each replica's own: one file for each rank.
+    # Parameters, momentum, running statistics and residuals differ between replicas: one file for each rank.
     file = options.folder / f"rank-{handle.rank}.safetensors"
     if file.exists():
         kept = load_tree(file)
@@ -43,7 +43,7 @@ with farflung.attach(model, optimizer, farflung.Recipe(schedule=options.schedule
         optimizer.step()
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_tree(  # before finish(), which merges what is under way
+    save_tree(  # before finish(), which merges exchanges in flight
         file,
         {
             "model": dict(model.state_dict()),

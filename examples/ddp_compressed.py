@@ -1,4 +1,4 @@
-"""Training under DistributedDataParallel with compressed gradients, and with a checkpoint of what the codec remembers.
+"""Training under DistributedDataParallel with compressed gradients, and a checkpoint of the codec's state.
 
 torchrun --standalone --nproc-per-node 2 examples/ddp_compressed.py --codec "error_feedback(topk(0.01))"
 torchrun --standalone --nproc-per-node 2 examples/ddp_compressed.py --codec "powersgd(rank=2)" --checkpoint kept
@@ -28,7 +28,7 @@ parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--learning-rate", type=float, default=0.05)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument(
-    "--checkpoint", type=Path, help="a folder to go on from, if it is there, and to leave a checkpoint in"
+    "--checkpoint", type=Path, help="folder of the checkpoint, to resume from if it exists, and to write"
 )
 options = parser.parse_args()
 

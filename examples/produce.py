@@ -1,4 +1,4 @@
-"""Publishes a workload's training samples to Kafka, so many per second, for --stream "kafka(...)".
+"""Publishes a workload's training samples to Kafka, at a given rate per second, for --stream "kafka(...)".
 
 python examples/produce.py --servers broker:9092 --topic readings --devices 4 --rate 20
 python examples/produce.py --servers broker:9092 --topic "readings-{rank}" --devices 2 --rate 50 12 --samples 1000
@@ -36,7 +36,7 @@ if len(rates) != options.devices:
 data, _ = create_workload(options.workload).load_datasets()
 order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
 producer = Producer({"bootstrap.servers": options.servers, "enable.idempotence": True, "linger.ms": 5})
-producer.list_topics(timeout=10)  # connects, or says why it cannot
+producer.list_topics(timeout=10)  # connects, or reports why it cannot
 each = "{rank}" in options.topic
 sent = [0] * options.devices
 
@@ -48,7 +48,7 @@ def delivered(error: KafkaError | None, message: Message) -> None:
 
 
 def send(device: int, due: int) -> None:
-    """Sends what a device has not sent of its first ``due`` samples; devices take turns in the data set."""
+    """Sends the unsent ones of a device's first ``due`` samples; devices take turns in the data set."""
     numbers = torch.arange(sent[device], due) * options.devices + device
     topic, partition = options.topic.format(rank=device), 0 if each else device
     for message in as_messages(data.get_rows(order[numbers % len(data)])):
@@ -61,7 +61,7 @@ with contextlib.suppress(KeyboardInterrupt):
     while min(sent) < options.samples:
         elapsed_s = time.monotonic() - begin
         for device, rate in enumerate(rates):
-            due = min(int(elapsed_s * rate), options.samples)  # what is late delays nothing that follows
+            due = min(int(elapsed_s * rate), options.samples)  # a late sample does not delay later ones
             if due > sent[device]:
                 send(device, due)
         producer.poll(0)

@@ -1,4 +1,4 @@
-"""A training loop under Accelerate, with farflung in place of its wrapper: the model alone is not prepared.
+"""A training loop under Accelerate, with farflung in place of its wrapper: everything but the model is prepared.
 
 torchrun --standalone --nproc-per-node 2 examples/with_accelerate.py
 """

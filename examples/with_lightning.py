@@ -1,4 +1,4 @@
-"""A LightningModule whose gradients travel as a recipe says; what changes is the strategy.
+"""Trains a LightningModule by a recipe; only the strategy changes.
 
 torchrun --standalone --nproc-per-node 2 examples/with_lightning.py
 """
@@ -33,13 +33,13 @@ class Regression(lightning.LightningModule):
         self.layer = nn.Linear(8, 1)
 
     def training_step(self, batch: list[Tensor], number: int) -> Tensor:
-        """The mean squared error."""
+        """Returns the mean squared error."""
         del number
         inputs, targets = batch
         return nn.functional.mse_loss(self.layer(inputs), targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD with momentum, of which each replica has its own under local steps."""
+        """Returns SGD with momentum; under local steps each replica has its own momentum."""
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
 
 

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer that trains by a recipe; what changes is one callback.
+"""Trains a Hugging Face Trainer by a recipe; only one callback is added.
 
 torchrun --standalone --nproc-per-node 2 examples/with_transformers.py
 """
@@ -17,20 +17,20 @@ from farflung.integrations.transformers import FarflungCallback
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--recipe", default="synchronous(codec=error_feedback(topk(0.1)))")
 parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--folder", default="trained", help="for what the trainer writes")
-parser.add_argument("--resume", help="a checkpoint, there or elsewhere")
+parser.add_argument("--folder", default="trained", help="folder for the trainer's output")
+parser.add_argument("--resume", help="checkpoint, in that folder or another")
 options = parser.parse_args()
 
 
 class Regression(nn.Module):
-    """Finds the weights of a linear function; returns its loss first, as the trainer expects."""
+    """Linear regression that returns its loss first, as the trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 1)
 
     def forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean squared error, and the outputs."""
+        """Returns the mean squared error and the outputs."""
         outputs = self.layer(inputs)
         return nn.functional.mse_loss(outputs, labels), outputs
 

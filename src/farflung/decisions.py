@@ -69,7 +69,7 @@ class DecisionLog:
         go to files in a folder: with ``decisions.jsonl`` to ``decisions/rank-<r>.jsonl``. A file is created with its
         first decision.
       replay: Decisions to repeat; new ones that depend on time or arrival are then refused.
-      keep: True to collect decisions in :attr:`list_entries` if there is no file.
+      keep: True to collect decisions in :attr:`entries` if there is no file.
     """
 
     def __init__(

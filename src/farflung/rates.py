@@ -39,7 +39,7 @@ class WarmUp:
 
     Args:
       warmup: Number of steps or samples of the warm-up, W; 0 for none.
-      by: Unit of n, W and all other numbers: ``steps``, or ``samples`` drawn by all replicas.
+      progress_unit: Unit of n, W and all other numbers: ``steps``, or ``samples`` drawn by all replicas.
 
     Raises:
       ConfigError: An option is out of range.
@@ -74,7 +74,7 @@ class Constant(WarmUp):
 
     Args:
       warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`.
-      by: Unit, ``steps`` or ``samples``.
+      progress_unit: Unit, ``steps`` or ``samples``.
     """
 
     @override
@@ -115,7 +115,7 @@ class Linear(_Decaying):
 
     Args:
       warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`.
-      by: Unit, ``steps`` or ``samples``.
+      progress_unit: Unit, ``steps`` or ``samples``.
       final: Share of the rate at the end, in [0, 1].
       until: Number of steps or samples at which ``final`` is reached; by default the end of the run.
     """
@@ -135,7 +135,7 @@ class Cosine(_Decaying):
 
     Args:
       warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`.
-      by: Unit, ``steps`` or ``samples``.
+      progress_unit: Unit, ``steps`` or ``samples``.
       final: Share of the rate at the end, in [0, 1].
       until: Number of steps or samples at which ``final`` is reached; by default the end of the run.
 
@@ -158,7 +158,7 @@ class Step(WarmUp):
 
     Args:
       warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`. Points count from the start of the run.
-      by: Unit, ``steps`` or ``samples``.
+      progress_unit: Unit, ``steps`` or ``samples``.
       gamma: Factor :math:`\gamma`, above 0.
       every: Number of steps or samples between two points, E.
       milestones: Points M in increasing order, instead of ``every``.

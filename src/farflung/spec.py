@@ -156,7 +156,7 @@ def import_object(kind: str, name: str) -> object:
 
 
 def format_spec(part: object, registry: Mapping[str, Callable[..., object]] | None = None) -> str:
-    """Returns the text from which :func:`build_model` builds a part, or a description in ``<>`` if it has none.
+    """Returns the text from which :func:`build` builds a component, or a description in ``<>`` if it has none.
 
     Classes, functions, their ``functools.partial`` and dataclasses have a text if their names can be imported and their
     options are literals or such parts. Descriptions in ``<>`` are only useful for comparison.

@@ -42,7 +42,7 @@ def to_host(payload: Payload) -> tuple[Payload, Callable[[], None]]:
 
 
 def stage_blocking(payload: Payload) -> Pending[Payload]:
-    """Copies a payload to the host; the :data:`FaultEnvironment` of a thread that may block."""
+    """Copies a payload to the host; the :data:`Stage` of a thread that may block."""
     host, wait = to_host(payload)
     wait()
     return create_completed(host)

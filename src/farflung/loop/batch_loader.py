@@ -32,7 +32,7 @@ class _PickedSamples:
       ids: Sample ids.
       weights: Importance weight of each sample; ``None``: all are 1.
       weight: Weight of the step in the mean; ``None``: by the number of samples.
-      telemetry: Fields of the stream and the sampler for telemetry.
+      metrics: Fields of the stream and the sampler for telemetry.
       pool: Samples they were picked from; see :class:`farflung.types.DrawContext`.
     """
 

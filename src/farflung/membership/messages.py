@@ -61,7 +61,7 @@ class MemberReport(NamedTuple):
     Args:
       view: View of the member.
       fact_counts: Count of each fact.
-      wills: Certificates of dead members of the view, by name.
+      certificates: Certificates of dead members of the view, by name.
       held_exchanges: Whole exchanges, once exchanges are stopped; see :meth:`Driver.freeze`. ``None`` before.
       vote: Latest vote of the member in this view.
     """
@@ -84,8 +84,8 @@ class EndCertificate(NamedTuple):
     Args:
       name: Name of the process.
       exit_code: 0 from a member that stops on its own; otherwise from its supervisor, after ``waitpid``.
-      will: Last report; ``None`` if it never sent one.
-      signature: HMAC-SHA256 of name, exit code and will, hexadecimal; see :meth:`MessageCodec.sign_certificate`.
+      final_report: Last report; ``None`` if it never sent one.
+      signature: HMAC-SHA256 of name, exit code and final report, hexadecimal; see :meth:`MessageCodec.sign_certificate`.
     """
 
     name: str

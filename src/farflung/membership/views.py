@@ -28,13 +28,13 @@ class Handover(NamedTuple):
 class View(NamedTuple):
     """Numbered list of members, and the exchanges that are whole before it begins.
 
-    A member's rank in the view is its place in ``members``. Exchanges up to ``whole_exchanges[0]`` are whole on each
+    A member's rank in the view is its place in ``members``. Exchanges up to ``complete_exchanges[0]`` are whole on each
     member that has the model, and later ones in ``complete_exchanges`` on their ``holders``. All others are repeated.
 
     Args:
       number: Number of the previous view plus one.
       members: Names by seniority: members of the previous view in their order, then joining ones.
-      whole_exchanges: Ascending numbers from the last common one on; empty if no member has the model.
+      complete_exchanges: Ascending numbers from the last common one on; empty if no member has the model.
       holders: Holders of each of these in the previous view, beginning with its giver.
     """
 

@@ -161,7 +161,7 @@ class Arrivals:
         ``None`` if the step can be trained now. An error of the pending ends the run.
       count: Number of the oldest samples that make up the step; ``None`` for the run's batch size.
       weight: Weight of the step in the mean; ``None`` for its number of samples over the run's batch size.
-      telemetry: Telemetry of the stream at this step, for example ``held``, which defaults to the number of ``ids``.
+      metrics: Telemetry of the stream at this step, for example ``held``, which defaults to the number of ``ids``.
     """
 
     ids: SampleIds

@@ -61,7 +61,7 @@ class Draw:
       ids: Indices of the samples.
       weights: Importance weight of each sample, floating; ``None`` if all weigh 1.
       weight: Weight of the step in the mean, in batches; ``None`` for the number of samples.
-      telemetry: Telemetry of the draw.
+      metrics: Telemetry of the draw.
     """
 
     ids: SampleIds

@@ -449,7 +449,7 @@ class ElasticMembership(Protocol):
         rewind: Callable[[], None] | None,
         is_last_of_step: bool,
     ) -> Any:
-        """Starts an exchange; see :func:`farflung.comm.start`."""
+        """Starts an exchange; see :func:`farflung.comm.start_exchange`."""
         ...
 
     def announce_failure(self) -> None:

@@ -27,7 +27,7 @@ class _Launcher:
     Args:
       name: Name in messages.
       rank, size, local_rank, local_size: Variables; of the last two the first that is set.
-      meeting_hint: Command that sets the master address.
+      rendezvous_hint: Command that sets the master address.
       nodes: Variable with the number of machines, for a launcher without a local size.
     """
 
@@ -95,11 +95,11 @@ class LaunchEnv:
       size: Number of processes.
       local_rank: Rank among the processes of this machine.
       local_size: Number of processes of this machine.
-      meeting_file: File through which the processes of one machine find each other; ``None``: the store at the master
+      rendezvous_file: File through which the processes of one machine find each other; ``None``: the store at the master
         address.
       master: Master address and port, as far as they are known.
       launcher: Launcher, for messages; empty if the values were given by hand.
-      meeting_hint: Way to give the launcher a master address, for messages.
+      rendezvous_hint: Way to give the launcher a master address, for messages.
       served: True if the launcher serves the store at the master address; otherwise rank 0 does.
     """
 

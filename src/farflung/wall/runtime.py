@@ -361,7 +361,7 @@ class WallRuntime:
     def admit(self, peer: Peer, connect_timeout_s: float = DEADLINE_S) -> Pending[None]:
         """Admits a replica that is new or has returned; called on the communication thread.
 
-        See :meth:`farflung.comm.View.admit`.
+        See :meth:`farflung.comm.members.ViewMembers.admit`.
 
         Args:
           peer: Address of the replica, whose rank is below the size of the run.
