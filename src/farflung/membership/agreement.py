@@ -45,8 +45,8 @@ class Agreement:
       roster: Members of the run.
       page: Memory for the reports that a supervisor reads after this process's end; ``None`` without a supervisor.
       min_members: Number of members below which the run ends.
-      quorum: ``"majority"`` or ``"1"``, see :class:`PaxosMembership`.
-      patience_s: See :class:`PaxosMembership`.
+      quorum: ``"majority"`` or ``"1"``, see :class:`farflung.membership.PaxosMembership`.
+      patience_s: See :class:`farflung.membership.PaxosMembership`.
       can_return: True if this member asks to be admitted again after the others have continued without it.
       first_step: First step of the run.
       on_view: Callback that receives the members of each new view, by seniority.

@@ -85,7 +85,8 @@ class EndCertificate(NamedTuple):
       name: Name of the process.
       exit_code: 0 from a member that stops on its own; otherwise from its supervisor, after ``waitpid``.
       final_report: Last report; ``None`` if it never sent one.
-      signature: HMAC-SHA256 of name, exit code and final report, hexadecimal; see :meth:`MessageCodec.sign_certificate`.
+      signature: HMAC-SHA256 of name, exit code and final report, hexadecimal; see
+        :meth:`MessageCodec.sign_certificate`.
     """
 
     name: str

@@ -95,8 +95,8 @@ class LaunchEnv:
       size: Number of processes.
       local_rank: Rank among the processes of this machine.
       local_size: Number of processes of this machine.
-      rendezvous_file: File through which the processes of one machine find each other; ``None``: the store at the master
-        address.
+      rendezvous_file: File through which the processes of one machine find each other; ``None``: the store at the
+        master address.
       master: Master address and port, as far as they are known.
       launcher: Launcher, for messages; empty if the values were given by hand.
       rendezvous_hint: Way to give the launcher a master address, for messages.
