@@ -76,9 +76,7 @@ CODEC_ROWS: dict[str, CodecRow] = {
     "by_role (parts of top-k)": CodecRow(by_role(TopK(0.1), QSGD()), 1.2, "shown"),
     "by_size": CodecRow(by_size(numel=64), HALF_A_STEP, "shown"),
     "chain": CodecRow(chain(TopK(0.1), Int8()), 0.98, "shown"),
-    "chain (of three)": CodecRow(
-        chain(TopK(0.5), RandomK(0.9, unbiased=False), Truncate16()), 1.0, "turn"
-    ),
+    "chain (of three)": CodecRow(chain(TopK(0.5), RandomK(0.9, unbiased=False), Truncate16()), 1.0, "turn"),
     "chain (unbiased)": CodecRow(chain(RandomK(0.5), QSGD(bits=8)), 1.1, "turn"),
     "chunked_topk": CodecRow(ChunkedTopK(0.1, chunk=64, bits=None), 0.97),
     "chunked_topk (in long chunks)": CodecRow(ChunkedTopK(0.1, chunk=300, bits=None), 0.97),

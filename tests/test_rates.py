@@ -93,7 +93,7 @@ def test_milestones_inside_the_warm_up_count() -> None:
         ("cosine(warmup=-1)", "cosine: warmup -1 must be at least 0"),
         ("cosine(final=1.5)", "cosine: final 1.5 must be at most 1"),
         ("linear(warmup=5, until=5)", "linear: until 5 must be at least 6"),
-        ("linear(by='epochs')", "linear: by 'epochs' must be 'steps' or 'samples'"),
+        ("linear(unit='epochs')", "linear: unit 'epochs' must be 'steps' or 'samples'"),
         ("step", "give one of every=1000 and milestones=(1000, 2000)"),
         ("step(every=3, milestones=(1, 2))", "give one of every=1000"),
         ("step(every=0)", "step: every 0 must be at least 1"),
@@ -112,7 +112,7 @@ def test_bad_schedules_are_refused(how: Any, said: str) -> None:
 # --- in a run ---------------------------------------------------------------------------------------------------
 
 COSINE = "cosine(warmup=4, final=0.1)"
-BY_SAMPLES = "cosine(warmup=32, final=0.1, by='samples')"
+BY_SAMPLES = "cosine(warmup=32, final=0.1, unit='samples')"
 
 
 def run(
@@ -201,7 +201,7 @@ def test_predictions_follow_the_rate_of_their_step() -> None:
 class Sawtooth:
     """A schedule that is no part of farflung."""
 
-    progress_unit: Literal["steps", "samples"] = "steps"
+    unit: Literal["steps", "samples"] = "steps"
 
     def compute_factor(self, progress: int, total: int) -> float:
         del total

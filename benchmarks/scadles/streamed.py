@@ -198,7 +198,7 @@ class Streamed:
         torch.set_num_threads(1)
         net = NETS[self.net]
         quarters = ", ".join(str(self.samples * part // 4) for part in (1, 2, 3))
-        rates = f"step(by='samples', milestones=({quarters}), gamma={net.gamma}, warmup={self.warm_up})"
+        rates = f"step(unit='samples', milestones=({quarters}), gamma={net.gamma}, warmup={self.warm_up})"
         training = Training(
             steps=1 << 30,
             batch_size=self.batch_size,

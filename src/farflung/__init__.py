@@ -20,7 +20,7 @@ else:
             "ddp": "ddp_hook",
             "handle": "Handle attach",
             "importance": "ImportanceSampler",
-            "recipes": "RECIPES Recipe recipe",
+            "recipes": "RECIPES Recipe parse_recipe",
             "runs": "Comparison Run compare retime simulate train",
             "workloads": "TorchWorkload",
         },

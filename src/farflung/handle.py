@@ -297,10 +297,10 @@ def attach(
                 runtime,
                 range(size),
                 page=Page.from_environment(),
-                least=elastic,
+                min_members=elastic,
                 quorum=quorum,
                 patience_s=deadline_s,
-                reach=parts.schedule.max_steps_ahead,
+                max_steps_ahead=parts.schedule.max_steps_ahead,
             )
     except BaseException as error:
         runtime.close(error)

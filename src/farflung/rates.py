@@ -39,7 +39,7 @@ class WarmUp:
 
     Args:
       warmup: Number of steps or samples of the warm-up, W; 0 for none.
-      progress_unit: Unit of n, W and all other numbers: ``steps``, or ``samples`` drawn by all replicas.
+      unit: Unit of n, W and all other numbers: ``steps``, or ``samples`` drawn by all replicas.
 
     Raises:
       ConfigError: An option is out of range.
@@ -48,12 +48,12 @@ class WarmUp:
     """
 
     warmup: int = 0
-    progress_unit: Literal["steps", "samples"] = "steps"
+    unit: Literal["steps", "samples"] = "steps"
 
     def __post_init__(self) -> None:
         check_integer(self._name, "warmup", self.warmup, 0)
-        if self.progress_unit not in ("steps", "samples"):
-            raise ConfigError(f"{self._name}: by {self.progress_unit!r} must be 'steps' or 'samples'")
+        if self.unit not in ("steps", "samples"):
+            raise ConfigError(f"{self._name}: unit {self.unit!r} must be 'steps' or 'samples'")
 
     @property
     def _name(self) -> str:
@@ -74,7 +74,7 @@ class Constant(WarmUp):
 
     Args:
       warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`.
-      progress_unit: Unit, ``steps`` or ``samples``.
+      unit: Unit, ``steps`` or ``samples``.
     """
 
     @override
@@ -115,7 +115,7 @@ class Linear(_Decaying):
 
     Args:
       warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`.
-      progress_unit: Unit, ``steps`` or ``samples``.
+      unit: Unit, ``steps`` or ``samples``.
       final: Share of the rate at the end, in [0, 1].
       until: Number of steps or samples at which ``final`` is reached; by default the end of the run.
     """
@@ -135,7 +135,7 @@ class Cosine(_Decaying):
 
     Args:
       warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`.
-      progress_unit: Unit, ``steps`` or ``samples``.
+      unit: Unit, ``steps`` or ``samples``.
       final: Share of the rate at the end, in [0, 1].
       until: Number of steps or samples at which ``final`` is reached; by default the end of the run.
 
@@ -158,7 +158,7 @@ class Step(WarmUp):
 
     Args:
       warmup: Number of steps or samples of the warm-up; see :class:`WarmUp`. Points count from the start of the run.
-      progress_unit: Unit, ``steps`` or ``samples``.
+      unit: Unit, ``steps`` or ``samples``.
       gamma: Factor :math:`\gamma`, above 0.
       every: Number of steps or samples between two points, E.
       milestones: Points M in increasing order, instead of ``every``.

@@ -112,7 +112,7 @@ def test_both_worlds_tell_the_same(tmp_path: Path) -> None:
     """One format: the same events with the same keys, and the same values where no clock has a part in them."""
     settings = [
         "--workers", "2", "--optimizer", "adamw(betas=(0.8, 0.99))", "--bucket-nbytes", "1000",
-        "--learning-rate-schedule", "linear(warmup=16, by='samples')",
+        "--learning-rate-schedule", "linear(warmup=16, unit='samples')",
     ]  # fmt: skip
     config = [*SMALL[:-2], *settings, "--device", "cpu"]
     ran("train", *config, "--out", str(tmp_path / "real"), "--quiet")

@@ -90,7 +90,9 @@ def test_what_comes_with_the_rank_of_another_or_from_another_run_is_refused_alon
             assert access.ask(str(at), other, PATIENCE_S) == {"refused": "rank 1 has come already"}
             rank = access.ask(str(at), {"seat": True}, PATIENCE_S)["rank"]
             with pytest.raises(FarflungError, match="disagree on coded run"):
-                meeting._create_runtime(rank, "another", Endpoint(), PATIENCE_S, members=[0, rank], come=come)
+                meeting._create_runtime(
+                    rank, "another", Endpoint(), PATIENCE_S, members=[0, rank], announce=come
+                )
             with connect_device(at, patience_s=PATIENCE_S) as second:
                 assert (first.comm.rank, second.comm.rank) == (1, rank + 1)
             assert first.session.get_present_ranks() == {0}

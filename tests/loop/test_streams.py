@@ -373,7 +373,7 @@ def test_a_learning_rate_by_samples_follows_the_true_count(schedule: str) -> Non
         *[lambda: RateLimited([9.0, 31.0], least=1, most=7)] * 2,
         schedule=schedule,
         seconds_per_sample=0.0625,
-        rates="linear(by='samples')",
+        rates="linear(unit='samples')",
     ).whole()
     planned = 6 * 2 * 4
     known = [0, *run.of_steps("samples")[:-1]]  # what all had heard of before the step

@@ -99,7 +99,7 @@ def start_coordinator(
     (_, _, _, _, (interface, *_)), *_ = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
     endpoint = replace(endpoint, interface=str(interface), port=address.port)
     try:
-        runtime = _create_runtime(0, run, endpoint, connect_timeout_s, members=[0], come=lambda me: [me])
+        runtime = _create_runtime(0, run, endpoint, connect_timeout_s, members=[0], announce=lambda me: [me])
     except ConfigError as error:
         raise ConfigError(
             f"{address}: cannot be listened at ({error}): choose another address of this machine, or another port"
@@ -169,7 +169,7 @@ def connect_device(
             raise ConfigError(f"{address}: {answer.get('refused', 'no coordinator answers there')}")
     own_endpoint = endpoint.resolve_interface(partial(find_local_address, address.host))
     runtime = _create_runtime(
-        rank, run, own_endpoint, connect_timeout_s, members=[0, rank], come=find_peers, pace=slowdown
+        rank, run, own_endpoint, connect_timeout_s, members=[0, rank], announce=find_peers, pace=slowdown
     )
     with _close_at_exit(runtime):
         yield runtime

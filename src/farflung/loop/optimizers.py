@@ -44,7 +44,7 @@ def set_rate(
     """
     if rates == Constant() and scale is None:
         return None
-    if rates.progress_unit == "steps":
+    if rates.unit == "steps":
         factor = rates.compute_factor(step, training.steps)
     else:
         factor = rates.compute_factor(samples, training.steps * training.batch_size * size)

@@ -96,7 +96,7 @@ def load_profile(path: Path) -> NetworkProfile:
         readers,
         name=top.read_text("name", path.stem),
         sites=tuple(entry.build(Site, readers) for entry in top.read_tables("site")),
-        connections=tuple(
+        site_links=tuple(
             site_link for entry in top.read_tables("link") for site_link in read_connections(entry)
         ),
         media=tuple(entry.build(Medium, readers) for entry in top.read_tables("medium")),

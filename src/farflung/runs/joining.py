@@ -211,12 +211,12 @@ def train_replica(
                     page=page,
                     join_terms=takes,
                     guest=guest,
-                    least=config.min_replicas,
+                    min_members=config.min_replicas,
                     quorum=config.quorum,
                     patience_s=config.deadline,
-                    returns=True,
+                    can_return=True,
                     first_step=start,
-                    reach=replica.components.schedule.max_steps_ahead,
+                    max_steps_ahead=replica.components.schedule.max_steps_ahead,
                 )
                 if leave_requested.is_set():  # before the run existed
                     elastic.leave()

@@ -52,7 +52,7 @@ def make_replica(
     """
     rank, rates = runtime.comm.rank, training.make_rate_schedule()
     parts = recipe.build_components(training.seed, None if shares is None else rank)
-    warmup = getattr(rates, "warmup", 0) if rates.progress_unit == "steps" else 0
+    warmup = getattr(rates, "warmup", 0) if rates.unit == "steps" else 0
     return replica_type(
         runtime,
         task,

@@ -213,10 +213,10 @@ def _run_simulation(
                     file,
                     sink,
                     checkpoints=checkpoints if should_checkpoint else None,
-                    stop_asked=should_stop,
+                    should_stop=should_stop,
                     trace=run.options.trace,
                     device=devices[rank],
-                    kind=partial(RecordedReplica, recorder=recorder),
+                    replica_type=partial(RecordedReplica, recorder=recorder),
                 )
             )
         replicas = [create() for create in factories]
@@ -348,7 +348,7 @@ def retime_prepared(run: PreparedRun[SimulatedConfig], source: RunFolder, sink: 
     with replace(run, options=RunOptions(replay=replay)).begin_run():
         with _create_world(run) as (world, event_files, make):
             replicas = [
-                make(rank, build_retimed_sink(events[rank], file, sink), kind=kind)
+                make(rank, build_retimed_sink(events[rank], file, sink), replica_type=kind)
                 for rank, file in enumerate(event_files)
             ]
             settle = partial(world.resolve_collective, ignores_replay=True)

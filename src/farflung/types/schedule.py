@@ -188,7 +188,7 @@ class RateSchedule(Protocol):
     """Change of the learning rate during a run, a pure function of the progress of all replicas."""
 
     @property
-    def progress_unit(self) -> Literal["steps", "samples"]:
+    def unit(self) -> Literal["steps", "samples"]:
         """Unit of progress: steps, or samples drawn by all replicas."""
         ...
 

@@ -134,7 +134,7 @@ class WallRuntime:
             ports=endpoint.ports,
             advertise=endpoint.advertise,
             keys=endpoint.get_keys(),
-            later=members is not None,
+            allow_late=members is not None,
             connections=endpoint.connections,
         )
         self._create_session = partial(
