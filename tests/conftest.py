@@ -69,7 +69,9 @@ def unframed() -> Iterator[None]:
     """In virtual time messages have as many bytes on the wire as their payload, for arithmetic on paper."""
     from farflung.comm import framing
 
-    with mock.patch.multiple(framing, RECORD_NBYTES=0, HEAD_NBYTES=0, MORE_NBYTES=0, TLS_NBYTES=0):
+    with mock.patch.multiple(
+        framing, RECORD_HEADER_NBYTES=0, HEAD_NBYTES=0, PIECE_HEADER_NBYTES=0, TLS_OVERHEAD_NBYTES=0
+    ):
         yield
 
 

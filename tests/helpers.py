@@ -222,7 +222,7 @@ def in_threads(*fns: Callable[[], T]) -> list[T | Exception]:
 def joined(size: int, store: dist.Store | None = None, **settings: Any) -> list[WallRuntime]:
     """``size`` replicas of one process that have found each other; close them with :func:`parted`."""
     meeting = store or dist.HashStore()
-    options: dict[str, Any] = {"deadline_s": PATIENCE_S, "join_s": PATIENCE_S, **settings}
+    options: dict[str, Any] = {"deadline_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S, **settings}
     found = in_threads(
         *(lambda rank=rank: WallRuntime(rank, size, meeting, **options) for rank in range(size))
     )

@@ -14,8 +14,8 @@ class Late(Group):
     """A view of which the last has not come yet."""
 
     def __init__(self, size: int, **options: Any) -> None:
-        self._late: dict[str, Any] = {"later": True, **options}
-        super().__init__(size, about={"whole": False}, **self._late)
+        self._late: dict[str, Any] = {"allow_late": True, **options}
+        super().__init__(size, about={"needs_all_members": False}, **self._late)
 
     def take(self, transports: Any, settings: Any, **about: Any) -> None:
         super().take(transports, settings, **about, members=range(len(transports) - 1))

@@ -31,7 +31,7 @@ BUCKETS = [1, 3, 16, 64, 65, 100, 512, 1000]
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few hundred elements have many."""
     monkeypatch.setattr(blocks_module, "BLOCK_NUMEL", 64)
-    for name in ("SAMPLE_NUMEL", "WHOLE_NUMEL"):
+    for name in ("SAMPLE_NUMEL", "EXACT_NUMEL"):
         monkeypatch.setattr(selection, name, 256)
 
 

@@ -95,7 +95,7 @@ def test_lost_blocks_are_made_up_for() -> None:
 
 def test_a_device_that_hangs_is_silent_until_it_is_heard_again() -> None:
     faults = PLAN.hang(1, at_s=0.3, for_s=4).hang(2, at_s=0.3, for_s=4).hang(5, at_s=0.3, for_s=4)
-    seen = Run(faults=faults, settings={"least_s": 0.5, "redundancy": 0})(products_agree(20))
+    seen = Run(faults=faults, settings={"min_timeout_s": 0.5, "redundancy": 0})(products_agree(20))
     assert seen.found < EXACT
     assert {event["rank"] for event in seen.notes.of("silent")} == {1, 2, 5}
     assert {event["rank"] for event in seen.notes.of("heard")} == {1, 2, 5}
@@ -240,7 +240,7 @@ def test_a_sum_that_is_not_whole_begins_anew_with_other_terms() -> None:
 
 
 def test_who_gets_nothing_from_another_is_asked_now_and_then_until_patience_ends() -> None:
-    settings = {"patience_s": 20.0, "least_s": 0.8}
+    settings = {"patience_s": 20.0, "min_timeout_s": 0.8}
     run = Run(3, 4, holdings={2: _Withheld("part 1", *part(1))}, settings=settings)
     with pytest.raises(
         RunLost,

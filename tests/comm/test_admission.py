@@ -248,7 +248,7 @@ def test_a_newcomer_whose_message_is_malformed_is_refused_alone(late: Late) -> N
 
 
 def test_messages_of_a_newer_view_wait_for_it_and_those_of_an_older_are_dropped() -> None:
-    with closing(Group(2, about={"whole": False})) as members:
+    with closing(Group(2, about={"needs_all_members": False})) as members:
         members.meet()
         one, other = members.comms
         other.send(numbered(1), 0, tag(1))
@@ -298,7 +298,7 @@ def test_an_urgent_message_arrives_before_the_rest_of_what_was_sent_first() -> N
 
 
 def test_what_is_withdrawn_does_not_arrive_and_what_follows_does() -> None:
-    with closing(Group(2, about={"whole": False}, keys=Keys.generate())) as members:
+    with closing(Group(2, about={"needs_all_members": False}, keys=Keys.generate())) as members:
         one, other = members.meet().comms
         for number in range(8):
             one.send(Payload((torch.zeros(2_000_000),)), 1, tag(1, number))

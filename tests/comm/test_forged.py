@@ -107,7 +107,7 @@ def sums(members: Group, between: int) -> list[torch.Tensor]:
 
 
 def test_a_run_beside_them_ends_with_the_same_bits() -> None:
-    apart = {"whole": False}
+    apart = {"needs_all_members": False}
     with closing(Group(3, about=apart)) as alone, closing(Group(3, about=apart)) as members:
         expected = sums(alone.meet(), 0)
         found = sums(members.meet(), COUNT // 50)

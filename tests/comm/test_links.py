@@ -196,7 +196,7 @@ def test_what_was_said_before_the_end_arrives_however_the_ends_meet() -> None:
     """Both ends are busy; one closes at a random moment, with bytes unread at both."""
     draw = random.Random(4)
     for number in range(RUNS // 10):
-        with closing(Group(2, about={"whole": False})) as members:
+        with closing(Group(2, about={"needs_all_members": False})) as members:
             members.meet()
             one, other = members.comms
             for _ in range(draw.randrange(4)):
@@ -300,7 +300,9 @@ def test_strangers_with_damaged_records_are_refused_and_a_run_ends_with_the_same
 def test_a_damaged_record_of_a_member_ends_it_by_name_at_once(sealed: bool, whole: bool) -> None:
     draw = random.Random(5)
     for _ in range(20):
-        with closing(Group(3, keys=Keys.generate() if sealed else None, about={"whole": whole})) as members:
+        with closing(
+            Group(3, keys=Keys.generate() if sealed else None, about={"needs_all_members": whole})
+        ) as members:
             members.meet()
             waiting = members.comms[0].recv(1, tag(5))
             link = members.transports[1]._remotes[0].connections[0]

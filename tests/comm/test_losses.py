@@ -217,7 +217,7 @@ REFUSED = {
 def test_a_message_that_is_refused_loses_its_sender_at_once(
     what: str, whole: bool, group: Callable[..., Group]
 ) -> None:
-    members = group(3, about={"max_nbytes": 10_000, "whole": whole})
+    members = group(3, about={"max_nbytes": 10_000, "needs_all_members": whole})
     sent, why = REFUSED[what]
     stayer, offender, other = members.comms
     waiting, anybody, departure = stayer.recv(1, tag(5)), stayer.recv_any(tag(6)), stayer.wait_for_leave()

@@ -23,7 +23,7 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
         if request.param == "encrypted":
             make_keys(tmp_path, "all")
             keys = load_keys(tmp_path)
-        made.append(Group(size, about={"whole": False}, later=True, keys=keys))
+        made.append(Group(size, about={"needs_all_members": False}, allow_late=True, keys=keys))
         return made[-1].meet()
 
     yield make

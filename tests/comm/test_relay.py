@@ -352,7 +352,7 @@ def test_greetings_are_held_for_members_alone_and_no_large_ones(group: Callable[
 def test_who_is_lost_behind_a_relay_is_named(
     hidden: tuple[int, ...], whole: bool, group: Callable[..., Group]
 ) -> None:
-    members = group(3, *hidden, about={"whole": whole})
+    members = group(3, *hidden, about={"needs_all_members": whole})
     lost, stayer, relay = *hidden, third(hidden)
     comm = members.comms[stayer]
     departure, waiting = comm.wait_for_leave(), comm.recv(lost, tag(5))
@@ -379,7 +379,7 @@ def test_who_is_lost_behind_a_relay_is_named(
 def test_a_lost_relay_loses_those_behind_it(
     hidden: tuple[int, ...], whole: bool, group: Callable[..., Group]
 ) -> None:
-    members = group(3, *hidden, about={"whole": whole})
+    members = group(3, *hidden, about={"needs_all_members": whole})
     relay = third(hidden)
     waits = [members.comms[one].recv(other, tag(5)) for one, other in (hidden, hidden[::-1])]
     of_relay = members.comms[hidden[0]].recv(relay, tag(5))
@@ -398,7 +398,7 @@ def test_a_lost_relay_loses_those_behind_it(
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "not whole"])
 def test_farewells_and_failures_go_through_a_relay(whole: bool, group: Callable[..., Group]) -> None:
-    members = group(4, 0, 2, 3, about={"whole": whole})
+    members = group(4, 0, 2, 3, about={"needs_all_members": whole})
     waits = [members.comms[2].recv(0, tag(5)), members.comms[2].recv(3, tag(5))]
     members.leave(0)
     members.until(lambda: waits[0].is_done)
@@ -445,7 +445,7 @@ def test_who_does_not_come_is_named_with_its_relay_and_the_relay_before_it(
 
 
 def test_messages_for_who_has_left_are_no_forgeries(group: Callable[..., Group]) -> None:
-    members = group(3, *BEHIND_1, about={"whole": False})
+    members = group(3, *BEHIND_1, about={"needs_all_members": False})
     members.close(members.views[2])
     members.until(lambda: 2 in members.views[1]._left_ranks)
     members.raw(0, 1, *forged(RelayRoute(0, 2, 0)))
@@ -526,10 +526,10 @@ def test_a_greeting_that_is_no_json_is_refused_when_it_comes() -> None:
 
 
 def test_who_was_lost_comes_again_behind_its_relay(group: Callable[..., Group], sealed: bool) -> None:
-    members = group(3, *BEHIND_1, about={"whole": False})
+    members = group(3, *BEHIND_1, about={"needs_all_members": False})
     members.close(members.views[2])
     members.until(lambda: 2 in members.views[0]._left_ranks)
-    again = Group(3, hidden=BEHIND_1, keys=members.transports[1].keys, about={"whole": False})
+    again = Group(3, hidden=BEHIND_1, keys=members.transports[1].keys, about={"needs_all_members": False})
     newcomer = again.views[2]
     again.close(*again.views[:2])
     members._open.append(newcomer)
@@ -553,7 +553,7 @@ def test_who_was_lost_comes_again_behind_its_relay(group: Callable[..., Group], 
 def together(hidden: tuple[int, ...], *, encrypt: bool) -> list[WallRuntime]:
     store = dist.HashStore()
     ends = [Endpoint(advertise="none" if rank in hidden else None, encrypt=encrypt) for rank in range(3)]
-    given: dict[str, Any] = {"deadline_s": PATIENCE_S, "join_s": PATIENCE_S}
+    given: dict[str, Any] = {"deadline_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S}
     found = in_threads(
         *(partial(WallRuntime, rank, 3, store, endpoint=ends[rank], **given) for rank in range(3))
     )

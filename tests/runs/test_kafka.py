@@ -168,7 +168,7 @@ def test_partitions_grow_by_what_the_broker_has(broker: Broker, monkeypatch: pyt
     assert [(one, count) for one, (_, count) in before.items()] == [(0, 0), (2, 3)]
     assert [(one, count) for one, (_, count) in after.items()] == [(0, 0), (2, 8)]
     assert before[2][0] < after[2][0]
-    monkeypatch.setattr(sys.modules[KafkaSource.__module__], "GROWN_S", 0.1)
+    monkeypatch.setattr(sys.modules[KafkaSource.__module__], "GROWTH_ANSWER_S", 0.1)
     broker.stop()
     try:
         assert source.count_messages() == {}

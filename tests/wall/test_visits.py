@@ -42,7 +42,7 @@ class Run:
             self.next_of(rank)
 
     def _begin(self, rank: int, size: int, store: dist.Store) -> Any:
-        options: Any = {"members": range(size), "join_s": PATIENCE_S, "deadline_s": PATIENCE_S}
+        options: Any = {"members": range(size), "connect_timeout_s": PATIENCE_S, "deadline_s": PATIENCE_S}
         runtime = self.runtimes[rank] = WallRuntime(rank, RANKS, store, **options)
         takes = JoinTerms({}, RANKS, self.published[rank].put)
         return self._elastic(runtime, range(size), takes=takes)

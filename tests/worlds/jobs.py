@@ -160,7 +160,7 @@ async def parameters(replica: Replica) -> dict[str, torch.Tensor]:
     return {name: value.cpu().clone() for name, value in replica.model.state_dict().items()}
 
 
-AT_ONCE = {"STEPS": 5, "ON": 0.0, "OFF": 0.0}
+AT_ONCE = {"MIN_STEPS": 5, "GAIN_ON": 0.0, "GAIN_OFF": 0.0}
 """Constants of :mod:`farflung.sampling.gain` by which batches are drawn by scores from a few steps on."""
 
 

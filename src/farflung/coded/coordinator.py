@@ -107,7 +107,7 @@ class Settings:
         check_choice(_NAME, "on_loss", self.on_loss, ("wait", "go_on"))
         check_choice(_NAME, "transposed", self.transposed, ("columns", "repair"))
         check_number(_NAME, "patience_s", self.patience_s, 0.001)
-        check_number(_NAME, "least_s", self.min_timeout_s, 0.001)
+        check_number(_NAME, "min_timeout_s", self.min_timeout_s, 0.001)
         max_losses = min(self.redundancy, self.devices)
         sets = accumulate(math.comb(self.devices, losses) for losses in range(1, max_losses + 1))
         if any(num_sets > MAX_LOSS_SETS for num_sets in sets):

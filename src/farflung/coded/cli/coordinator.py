@@ -36,7 +36,7 @@ _SETTINGS = {
     if setting.default is None
     else replace(setting, description=f"{setting.description.rstrip('.')}; {setting.default} when not given")
     for name, setting in {**list_settings(Settings), **list_settings(Learner)}.items()
-    if name != "least_s"
+    if name != "min_timeout_s"
 }
 """Settings of a run that are options, by name."""
 _EVENT_TEXTS = {
