@@ -219,8 +219,8 @@ class Told(Notes):
         super().__init__()
         self.listener: Callable[[str, dict[str, Json]], object] = lambda event, values: None
 
-    def tell(self, event: str, **values: Json) -> None:
-        super().tell(event, **values)
+    def record_event(self, event: str, **values: Json) -> None:
+        super().record_event(event, **values)
         self.listener(event, values)
 
 

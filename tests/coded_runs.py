@@ -42,13 +42,13 @@ class Notes:
         self.events: list[tuple[str, dict[str, Json]]] = []
         self.kept: Any = None
 
-    def registry(self) -> BlockRegistry | None:
+    def load_registry(self) -> BlockRegistry | None:
         return None if self.kept is None else BlockRegistry.from_tree(self.kept)
 
-    def keep_registry(self, registry: BlockRegistry) -> None:
+    def save_registry(self, registry: BlockRegistry) -> None:
         self.kept = registry.to_tree()
 
-    def tell(self, event: str, **values: Json) -> None:
+    def record_event(self, event: str, **values: Json) -> None:
         self.events.append((event, values))
 
     def of(self, event: str) -> list[dict[str, Json]]:

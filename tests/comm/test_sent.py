@@ -25,7 +25,7 @@ def communicator(
 ) -> WallCommunicator:
     """Makes rank 1 of 3; a message of it has left once ``left`` is done, or at once."""
     transport: Any = SimpleNamespace(
-        me=Peer(1, None, b"", None, None),
+        local_peer=Peer(1, None, b"", None, None),
         send=lambda *_, **__: create_completed(None) if left is None else left,
     )
     view = ViewSession(transport, 3, read_clock=lambda: 0.0)

@@ -41,7 +41,7 @@ def test_exchanges_of_one_step_count_from_the_first_to_the_last() -> None:
     times = StepTimer(lambda: clock.now)
 
     def record(step: int, began_s: float, ended_s: float | None) -> Any:
-        times.record_exchange(SimpleNamespace(step=step, began_s=began_s, ended_s=ended_s))  # type: ignore[arg-type]
+        times.record_exchange(SimpleNamespace(step=step, start_s=began_s, end_s=ended_s))  # type: ignore[arg-type]
         return times.to_json()["exchange_s"]  # type: ignore[index,call-overload]
 
     assert record(0, 2.0, 4.0) is None

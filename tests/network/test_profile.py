@@ -267,7 +267,7 @@ def test_no_such_link(arguments: dict[str, float], what: str) -> None:
 def two(**changed: Any) -> NetworkProfile:
     settings: dict[str, Any] = {
         "sites": (Site("a", 1), Site("b", 1)),
-        "connections": (SiteLink("a", "b", FAR), SiteLink("b", "a", FAR)),
+        "site_links": (SiteLink("a", "b", FAR), SiteLink("b", "a", FAR)),
     }
     return NetworkProfile("p", **{**settings, **changed})
 
@@ -277,9 +277,9 @@ def two(**changed: Any) -> NetworkProfile:
     [
         ({"sites": ()}, "p: site: a profile needs at least one"),
         ({"sites": (Site("a", 1), Site("a", 1))}, "p: site: a is there twice"),
-        ({"connections": (SiteLink("a", "b", FAR),)}, "p: link: none leads from b to a"),
-        ({"connections": (SiteLink("a", "c", FAR),)}, "p: link from a to c: no site is named 'c'"),
-        ({"connections": (SiteLink("a", "b", FAR),) * 2}, "p: link: a to b is there twice"),
+        ({"site_links": (SiteLink("a", "b", FAR),)}, "p: link: none leads from b to a"),
+        ({"site_links": (SiteLink("a", "c", FAR),)}, "p: link from a to c: no site is named 'c'"),
+        ({"site_links": (SiteLink("a", "b", FAR),) * 2}, "p: link: a to b is there twice"),
         ({"sites": (Site("a", 2), Site("b", 1))}, "p: site a: inside: its nodes have no link to each other"),
         ({"sites": (Site("a", 1, medium="air"), Site("b", 1))}, "p: site a: medium: none is named 'air'"),
         ({"media": (Medium("m", 1.0), Medium("m", 1.0))}, "p: medium: m is there twice"),

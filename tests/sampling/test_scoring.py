@@ -77,7 +77,7 @@ class Classes:
 
     name = "own/classes"
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         return nn.functional.cross_entropy(model(batch.inputs), batch.targets, reduction="none")
 
 
@@ -116,8 +116,8 @@ def test_scores_are_losses_and_norms_of_their_gradients_by_the_output() -> None:
 
 def test_a_loss_that_is_not_per_sample_is_refused() -> None:
     class Mean(Classes):
-        def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-            return super().loss(model, batch).mean()
+        def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
+            return super().compute_losses(model, batch).mean()
 
     with pytest.raises(ConfigError, match=r"own/classes: its loss of 5 samples has shape \(\)"):
         score_batch(Mean(), Net(), some(), "loss")  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_per_sample_is_refused() -> None:
 
 def test_a_loss_that_is_not_of_the_output_has_no_bound() -> None:
     class Weights(Classes):
-        def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
             del model
             return batch.inputs.sum(dim=1)
 

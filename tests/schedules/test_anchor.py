@@ -135,7 +135,7 @@ def test_what_is_scored_is_the_mean_of_the_replicas() -> None:
         return (await replica.evaluate()).metric
 
     scores = run.world.run([go(replica) for replica in run.replicas])
-    optimum = run.replicas[0].workload.optimum().double()  # type: ignore[attr-defined]
+    optimum = run.replicas[0].workload.get_optimum().double()  # type: ignore[attr-defined]
     assert scores[0] == scores[1]
     assert scores[0] == pytest.approx(-float((run.mean() - optimum).norm()), rel=1e-5)
     assert scores[0] != pytest.approx(-float((run.weights(0).double() - optimum).norm()), rel=1e-3)

@@ -118,7 +118,7 @@ def test_pipelined_applies_gradients_in_order_and_late() -> None:
     """By hand: with a batch of everything, the gradient of a quadratic is known."""
     run = Run("pipelined(3)", 2, alike=True, settings={"batch_size": 64})
     work = run.replicas[0].workload
-    a, centre = work.curvature(), work.centres()[0].mean(dim=0)  # type: ignore[attr-defined]
+    a, centre = work.compute_curvature(), work.draw_centres()[0].mean(dim=0)  # type: ignore[attr-defined]
     w, missing = [run.weights()], []
     for step in range(10):
         missing.append(a * (w[-1] - centre))
@@ -134,7 +134,7 @@ def test_pipelined_applies_gradients_in_order_and_late() -> None:
 def test_a_correction_is_by_the_equation() -> None:
     run = Run("pipelined(2, correction=0.5)", 2, alike=True, settings={"batch_size": 64})
     work = run.replicas[0].workload
-    a, centre = work.curvature(), work.centres()[0].mean(dim=0)  # type: ignore[attr-defined]
+    a, centre = work.compute_curvature(), work.draw_centres()[0].mean(dim=0)  # type: ignore[attr-defined]
     w = [run.weights()]
     for step in range(8):
         if step == 0:

@@ -154,7 +154,7 @@ def test_a_pull_allows_nearly_what_synchronous_sgd_does(
 
 def test_a_pull_that_is_too_strong_breaks_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the rule has a reason."""
-    monkeypatch.setattr(f"{__name__}.share_of_a_step", lambda momentum, delay: 0.1)
+    monkeypatch.setattr(f"{__name__}.compute_step_share", lambda momentum, delay: 0.1)
     assert not stable(pulled_mean, 0.02, 0.9, 20)
     assert stable(pulled, 3.8, 0.9, 20)
 

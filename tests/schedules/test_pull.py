@@ -196,7 +196,7 @@ def test_what_is_scored_and_kept_is_the_anchor() -> None:
         return (await replica.evaluate()).metric, (await replica.get_consensus_state())["w"]
 
     found = run.world.run([go(replica) for replica in run.replicas])
-    a, optimum = anchor(run.replicas[0]), run.replicas[0].workload.optimum()  # type: ignore[attr-defined]
+    a, optimum = anchor(run.replicas[0]), run.replicas[0].workload.get_optimum()  # type: ignore[attr-defined]
     own = [run.weights(rank) for rank in range(2)]
     for score, kept in found:
         assert score == pytest.approx(-float((a - optimum).norm()), rel=1e-6)
