@@ -607,7 +607,7 @@ def test_what_comes_takes_the_slot_and_the_group_and_brings_its_score() -> None:
     assert sampler.get_scores(slots).dtype == torch.float32
     others = torch.tensor([each for each in range(N) if each not in slots.tolist()])
     assert torch.equal(after["scores"][others], before["scores"][others])
-    assert all(same_tree(after[key], before[key]) for key in before if key not in ("scores", "made"))
+    assert all(same_tree(after[key], before[key]) for key in before if key not in ("scores", "scored_at"))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class _PickedSamples:
       ids: Sample ids.
       weights: Importance weight of each sample; ``None``: all are 1.
       weight: Weight of the step in the mean; ``None``: by the number of samples.
-      telemetry: Fields of the stream and the sampler for telemetry.
+      metrics: Fields of the stream and the sampler for telemetry.
       pool: Samples they were picked from; see :class:`farflung.types.DrawContext`.
     """
 
@@ -45,12 +45,12 @@ class _PickedSamples:
     def state_dict(self) -> State:
         weights = {} if self.weights is None else {"weights": self.weights}
         drawn = {"ids": self.ids, **weights}
-        return {**drawn, "weight": self.weight, "told": dict(self.metrics), "pool": self.pool}
+        return {**drawn, "weight": self.weight, "metrics": dict(self.metrics), "pool": self.pool}
 
     @staticmethod
     def from_state(state: State) -> _PickedSamples:
         return _PickedSamples(
-            state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"]
+            state["ids"], state.get("weights"), state["weight"], state["metrics"], state["pool"]
         )
 
 
