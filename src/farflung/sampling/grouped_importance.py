@@ -101,8 +101,8 @@ class GroupedImportance(ScoringSampler):
     samples over the mean number. In a stream, the stream sets the weight. An unscored sample counts as the mean of the
     others, and all are equal if none has a score, so the first batch is uniform.
 
-    Telemetry: ``rule`` of the batch (``uniform``, ``pool``, ``two`` or ``paper``), number of ``groups``, ``scored``
-    samples of the newest; ``compute_variance_ratio`` predicted by their scores
+    Telemetry: ``rule`` of the batch (``uniform``, ``pool``, ``two`` or ``paper``), number of ``groups``, ``num_scored``
+    samples of the newest; ``variance_ratio`` predicted by their scores
     (:func:`farflung.sampling.importance.compute_variance_ratio`); ``gain`` and ``noise_scale``
     (:class:`farflung.sampling.Gain`; not for ``paper``); the 5, 25, 50, 75 and 95 % quantiles of the scores
     (``score_quantiles``, None if there are none); the ``largest_weight`` of the batch; and the figures of
@@ -225,7 +225,7 @@ class GroupedImportance(ScoringSampler):
         telemetry: dict[str, Json] = {
             "rule": self._batch_rule,
             "groups": len(self._list_groups()[0]),
-            "scored": len(scores),
+            "num_scored": len(scores),
             "variance_ratio": compute_variance_ratio(
                 scores, smooth_scores(scores, self._smoothing, first), first
             ),
