@@ -116,7 +116,9 @@ def measured(cell: Cell, calibration: str, *, quick: bool) -> dict[str, Any]:
             "lab_s": _mean(real[SHORT : steps + 1]),
             "standard_error_s": statistics.stdev(durations) / math.sqrt(len(durations)),
             **_bytes(lab, cell.nodes, report["counters"]),
-            "overran": sum(p["num_overruns"] for p in paces) / sum(p["steps"] for p in paces) if paces else 0.0,
+            "overran": sum(p["num_overruns"] for p in paces) / sum(p["steps"] for p in paces)
+            if paces
+            else 0.0,
             "pairs": report["pairs"],
             "congestion_control": report["congestion_control"],
             "lab_seconds": report["seconds"],

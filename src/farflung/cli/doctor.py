@@ -78,7 +78,9 @@ class Doctor:
                 troubles.append(f"{text}: not reached: {error.strerror or error}")
             else:
                 if result.connect_back_error:
-                    troubles.append(f"{text}: cannot connect back to this machine: {result.connect_back_error}")
+                    troubles.append(
+                        f"{text}: cannot connect back to this machine: {result.connect_back_error}"
+                    )
         if self.json:
             rows: list[Json] = [{"peer": text, **asdict(result)} for text, result in results.items()]
             print(json.dumps({"machine": machine, "peers": rows, "troubles": troubles}))

@@ -103,9 +103,10 @@ class UnusedParameters:
 
     def state_dict(self) -> tuple[State, State]:
         """Returns the shared and the local half."""
-        return {"common": _pack_places(self._common), "unreached": _pack_places(self._unreached)}, _pack_places(
-            self._local
-        )
+        return {
+            "common": _pack_places(self._common),
+            "unreached": _pack_places(self._unreached),
+        }, _pack_places(self._local)
 
     def load_state_dict(self, shared: State, local: State) -> None:
         """Restores :meth:`state_dict`."""

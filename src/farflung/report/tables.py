@@ -143,7 +143,9 @@ def render_summary_table(
     if isinstance(slow := summary.get("bottleneck"), dict):
         replica = f"replica {slow['rank']}, " if "rank" in slow else ""
         fraction = read_number(slow, "share", "the bottleneck of the summary")
-        table.add_row(f"bottleneck{clock}", f"{replica}{slow.get('reason')}: {100 * fraction:.0f} % of a step")
+        table.add_row(
+            f"bottleneck{clock}", f"{replica}{slow.get('reason')}: {100 * fraction:.0f} % of a step"
+        )
     if "coding_s" in summary:
         coding = get_figure("coding_s")
         per_step = format_duration(coding / max(1.0, get_figure("steps")))

@@ -50,7 +50,7 @@ NAME = "grouped_importance"
 UNKNOWN_STEP = -1
 """Step of a score that was not made here: there is none, or its sample came from another replica."""
 COLUMNS = ("scores", "stamps", "scored_at", "candidate_weights", "first_seen", "shares")
-"""Columns of the table of samples; ``first_seen`` is the step of arrival, and ``shares`` the future weight in a stream."""
+"""Columns of the table of samples; ``first_seen`` is the step of arrival, ``shares`` the future weight in a stream."""
 DRAWN_SHARE = -1.0
 """Share of a stream's sample that has been drawn, and leaves."""
 MIN_GROUP_BATCHES = 2
@@ -251,7 +251,11 @@ class GroupedImportance(ScoringSampler):
         else:
             pool = self._find_members(int(newest))
             drawn, weights = self._rule.draw_batch(
-                self._scores[pool], self._candidate_weights[pool], context.batch_size, context.step, context.rank
+                self._scores[pool],
+                self._candidate_weights[pool],
+                context.batch_size,
+                context.step,
+                context.rank,
             )
             rows = pool[drawn]
         telemetry["largest_weight"] = float(weights.max())
@@ -447,7 +451,11 @@ class GroupedImportance(ScoringSampler):
     def load_state_dict(self, state: State) -> None:
         ids = state["ids"].clone()
         self._set_table(ids, *(state[name].clone() for name in COLUMNS))
-        self._lifetime_steps, self._cursor, self._batch_rule = state["lifetime_steps"], state["cursor"], state["batch_rule"]
+        self._lifetime_steps, self._cursor, self._batch_rule = (
+            state["lifetime_steps"],
+            state["cursor"],
+            state["batch_rule"],
+        )
         for name, part in self._get_parts().items():
             part.load_state_dict(state[name])
 
@@ -494,7 +502,14 @@ class GroupedImportance(ScoringSampler):
 
     def _set_table(self, ids: SampleIds, *columns: Tensor) -> None:
         self._ids = ids
-        self._scores, self._stamps, self._scored_at, self._candidate_weights, self._first_seen, self._shares = columns
+        (
+            self._scores,
+            self._stamps,
+            self._scored_at,
+            self._candidate_weights,
+            self._first_seen,
+            self._shares,
+        ) = columns
         self._sorted_ids, self._sort_order = ids.sort()
 
     def _get_columns(self) -> list[Tensor]:

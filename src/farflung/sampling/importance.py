@@ -230,7 +230,10 @@ class ScoreRenewal:
         }
 
     def state_dict(self) -> State:
-        return {"step": self._step, **dict(zip(("old_scores", "new_scores", "ages"), self._columns, strict=True))}
+        return {
+            "step": self._step,
+            **dict(zip(("old_scores", "new_scores", "ages"), self._columns, strict=True)),
+        }
 
     def load_state_dict(self, state: State) -> None:
         self._step = int(state["step"])

@@ -69,7 +69,7 @@ class Pull(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the updates since the last block; ``remaining_share`` is the share of the block that pulls have not removed."""
+        """Returns the updates since the last block; ``remaining_share`` is that which pulls have not removed."""
         weights = bucket.copy_weights()
         block = weights - state.local["base"]
         state.local["base"] = weights
