@@ -30,7 +30,7 @@ Sink: TypeAlias = "Callable[[Event], None]"
 """Function that receives events."""
 
 TIME_FIELDS = frozenset(
-    [
+    {
         "buffered",
         "buffered_nbytes",
         "compute_s",
@@ -40,7 +40,7 @@ TIME_FIELDS = frozenset(
         "scoring_s",
         "t",
         "time_s",
-    ]
+    }
 )
 """Names of all event fields that depend on the run's clock: seconds, and the buffer fill of a stream."""
 BYTE_FIELDS = frozenset({"bytes_sent", "bytes_sent_per_replica", "bytes_sent_to"})
