@@ -293,7 +293,7 @@ def sampled(rank: int, size: int, store: dist.Store, *, how: str = "synchronous"
                 drawn.reduce_losses(losses(model, batch)).backward()
                 batches.prefetch()
                 optimizer.step()
-    learned = {name: value for name, value in sampler.gain.state_dict().items() if name != "told"}
+    learned = {name: value for name, value in sampler.gain.state_dict().items() if name != "pending"}
     told = {event["step"]: event.get("rule") for event in events if event["event"] == "step"}
     return {"learned": learned, "told": told, "parameters": digest(dict(model.named_parameters()))}
 

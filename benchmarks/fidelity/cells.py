@@ -106,7 +106,7 @@ def measured(cell: Cell, calibration: str, *, quick: bool) -> dict[str, Any]:
         scratch = Path(folder)
         lab, report = _in_lab(cell, _network(cell, scratch), steps, scratch)
         real = _ends(list(read_events(lab / "telemetry" / "rank-0.jsonl")))
-        began = [float(one) for one in report["began_s"]]
+        began = [float(one) for one in report["first_steps_s"]]
         real = [end - (max(began) - began[0]) for end in real]  # from when all have begun
         durations = [after - before for before, after in pairwise(real[SHORT:])]
         paces = [last_event(lab, rank, "pace") for rank in range(cell.nodes)] if cell.paced else []
@@ -116,7 +116,9 @@ def measured(cell: Cell, calibration: str, *, quick: bool) -> dict[str, Any]:
             "lab_s": _mean(real[SHORT : steps + 1]),
             "standard_error_s": statistics.stdev(durations) / math.sqrt(len(durations)),
             **_bytes(lab, cell.nodes, report["counters"]),
-            "overran": sum(p["overran"] for p in paces) / sum(p["steps"] for p in paces) if paces else 0.0,
+            "overran": sum(p["num_overruns"] for p in paces) / sum(p["steps"] for p in paces)
+            if paces
+            else 0.0,
             "pairs": report["pairs"],
             "congestion_control": report["congestion_control"],
             "lab_seconds": report["seconds"],
@@ -166,7 +168,7 @@ def use(cell: Cell, calibration: str, period: int, *, quick: bool) -> dict[str, 
         "lab": in_lab,
         "simulated": simulated,
         "error": abs(simulated / in_lab - 1.0),
-        "overran": sum(p["overran"] for p in paces) / sum(p["steps"] for p in paces),
+        "overran": sum(p["num_overruns"] for p in paces) / sum(p["steps"] for p in paces),
     }
 
 

@@ -319,10 +319,10 @@ class ImportanceSampler(Sampler[list[int]]):
             "rule": self._rule.state_dict(),
             "gain": self.gain.state_dict(),
             "uniform": self._uniform.state_dict(),
-            "chosen": self._num_chosen,
-            "drawn": self._num_drawn,
-            "given": current.num_delivered % len(self),
-            "ahead": {
+            "num_chosen": self._num_chosen,
+            "num_drawn": self._num_drawn,
+            "num_delivered": current.num_delivered % len(self),
+            "pending_candidates": {
                 f"{i:06}": pool.to_state()
                 for i, pool in enumerate([*current.requested_candidates, *current.saved_candidates])
             },
@@ -343,11 +343,11 @@ class ImportanceSampler(Sampler[list[int]]):
         self._rule.load_state_dict(state["rule"])
         self.gain.load_state_dict(state["gain"])
         self._uniform.load_state_dict(state["uniform"])
-        self._num_chosen, self._num_drawn = state["chosen"], state["drawn"]
+        self._num_chosen, self._num_drawn = state["num_chosen"], state["num_drawn"]
         self._resumed_pass = _Pass(self)
-        self._resumed_pass.num_delivered = int(state["given"])
+        self._resumed_pass.num_delivered = int(state["num_delivered"])
         self._resumed_pass.saved_candidates.extend(
-            _Candidates(**pool) for _, pool in sorted(state["ahead"].items())
+            _Candidates(**pool) for _, pool in sorted(state["pending_candidates"].items())
         )
 
     def _choose_candidates(self) -> _Candidates:

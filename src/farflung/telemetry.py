@@ -30,7 +30,17 @@ Sink: TypeAlias = "Callable[[Event], None]"
 """Function that receives events."""
 
 TIME_FIELDS = frozenset(
-    {"compute_s", "data_s", "duration_s", "exposed_s", "held", "held_nbytes", "scoring_s", "t", "time_s"}
+    {
+        "buffered",
+        "buffered_nbytes",
+        "compute_s",
+        "data_s",
+        "duration_s",
+        "exposed_s",
+        "scoring_s",
+        "t",
+        "time_s",
+    }
 )
 """Names of all event fields that depend on the run's clock: seconds, and the buffer fill of a stream."""
 BYTE_FIELDS = frozenset({"bytes_sent", "bytes_sent_per_replica", "bytes_sent_to"})

@@ -50,7 +50,9 @@ def test_a_row_is_what_a_run_says(capsys: pytest.CaptureFixture[str], tmp_path: 
     last = found["rows"][-1]
     assert last["bytes_sent_per_replica"] == one[-1]["bytes_sent"]
     assert last["speed_up"] == found["rows"][2]["time_to_target_s"] / last["time_to_target_s"]
-    assert all(row["reached"] == 1 for row in found["rows"]), "every run reaches the target that is chosen"
+    assert all(row["num_reached"] == 1 for row in found["rows"]), (
+        "every run reaches the target that is chosen"
+    )
 
 
 def test_one_training_for_all_networks_and_none_when_started_again(

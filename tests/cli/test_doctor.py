@@ -76,8 +76,8 @@ def test_a_peer_is_measured_in_both_directions(capsys: pytest.CaptureFixture[str
         assert main(["doctor", peer, "--json"]) == 0
         (found,) = json.loads(capsys.readouterr().out)["peers"]
         assert main(["doctor", peer]) == 0
-    assert (found["peer"], found["version"], found["back"]) == (peer, __version__, "")
-    assert min(found["round_trip_s"], found["there_bps"], found["here_bps"]) > 0
+    assert (found["peer"], found["version"], found["connect_back_error"]) == (peer, __version__, "")
+    assert min(found["round_trip_s"], found["upload_bps"], found["download_bps"]) > 0
     assert abs(found["clock_s"]) <= found["round_trip_s"], "it is the same clock"
     table = capsys.readouterr().out
     assert peer in table

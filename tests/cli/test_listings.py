@@ -59,7 +59,7 @@ def test_recipes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     rows, table = listed(capsys, "recipes")
     assert list(rows) == sorted(RECIPES)
     for name, row in rows.items():
-        assert row["what"] == RECIPES[name].summary
+        assert row["summary"] == RECIPES[name].summary
         assert row["attach"] == describe_attach_support(RECIPES[name])
         assert name in table
     assert rows["ring"]["parts"] == {
@@ -97,7 +97,7 @@ def test_one_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert "options density=0.01" in table
     assert main(["list", "workloads", "synthetic/quadratic", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert row["where"] == "made up"
+    assert row["location"] == "made up"
 
 
 def test_codecs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,12 +120,12 @@ def test_workloads(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(rows) == sorted(WORKLOADS)
     cnn = rows["fashion-mnist/cnn"]
     assert cnn["samples"] == {"train": 10_000, "test": 2_000}
-    assert cnn["where"] == "packaged subset"
-    assert cnn["at_hand"]
+    assert cnn["location"] == "packaged subset"
+    assert cnn["is_present"]
     assert cnn["parameters"] == 105_866
     assert cnn["defaults"] == create_workload("fashion-mnist/cnn").defaults
     assert rows["cifar10/resnet8"]["samples"] == {"train": 50_000, "test": 10_000}
-    assert not rows["cifar10/resnet8"]["at_hand"]
+    assert not rows["cifar10/resnet8"]["is_present"]
     assert rows["tinyshakespeare/lstm"]["samples"] is None
     assert rows["synthetic/quadratic"]["samples"] == {"train": 1024, "test": 1024}
     assert rows["synthetic/quadratic"]["data"] is None
@@ -141,10 +141,10 @@ def test_workloads_count_what_is_at_hand(capsys: pytest.CaptureFixture[str], not
         (nothing_at_hand / "fashion-mnist" / file.name).touch()
     rows, _ = listed(capsys, "workloads")
     assert rows["fashion-mnist/mlp"]["samples"] == {"train": 60_000, "test": 10_000}
-    assert rows["fashion-mnist/mlp"]["where"] == f"in {nothing_at_hand / 'fashion-mnist'}"
+    assert rows["fashion-mnist/mlp"]["location"] == f"in {nothing_at_hand / 'fashion-mnist'}"
     assert rows["tinyshakespeare/lstm"]["samples"] is None
-    assert not rows["tinyshakespeare/lstm"]["at_hand"]
-    assert str(folder / "input.txt") in rows["tinyshakespeare/lstm"]["where"]
+    assert not rows["tinyshakespeare/lstm"]["is_present"]
+    assert str(folder / "input.txt") in rows["tinyshakespeare/lstm"]["location"]
 
 
 def test_every_family_of_workloads_has_its_data() -> None:
@@ -192,8 +192,8 @@ def test_data_sets(capsys: pytest.CaptureFixture[str], nothing_at_hand: Path) ->
     assert rows["cifar-10"]["download_nbytes"] == 170_052_171
     assert rows["cifar-10"]["how_to_get"] == "fetch it with: farflung data fetch cifar-10"
     assert rows["a9a"]["download_nbytes"] is None
-    assert [name for name, row in rows.items() if row["at_hand"]] == ["fashion-mnist", "tinyshakespeare"]
-    assert "incomplete: no a9a;" in rows["a9a"]["trouble"]
+    assert [name for name, row in rows.items() if row["is_present"]] == ["fashion-mnist", "tinyshakespeare"]
+    assert "incomplete: no a9a;" in rows["a9a"]["problem"]
     assert "no 170.1 MB no licence stated" in table
     assert "packaged subset 30.9 MB MIT, Zalando SE fetch it with" in table
 

@@ -63,14 +63,14 @@ class Slow(Merge):
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
         own = get_anchor(state) - bucket.copy_weights()
-        return own.clone(), {"own": own}
+        return own.clone(), {"contribution": own}
 
     @override
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
         anchor = get_anchor(state)
-        since = anchor - bucket.copy_weights() - saved["own"]
+        since = anchor - bucket.copy_weights() - saved["contribution"]
         if mean is not None:
             speed = state.shared.setdefault("speed", torch.zeros_like(anchor))
             speed.mul_(self.momentum).add_(mean)
@@ -143,7 +143,7 @@ def test_what_a_merge_of_ones_own_keeps_goes_into_checkpoints(codec: str, tmp_pa
     whole = run("whole", 18).whole()
     run("parts", 9).whole()
     shared = load_tree(tmp_path / "parts" / "step-00000009" / "shared.safetensors")
-    assert set(shared["exchanges"]["merges"]["Slow"]["0"]) == {"anchor", "is_apart", "speed"}
+    assert set(shared["exchanges"]["merges"]["Slow"]["0"]) == {"anchor", "has_diverged", "speed"}
     for start in (3, 9):
         resumed = run("parts", 18)
         for replica in resumed.replicas:

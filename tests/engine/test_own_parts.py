@@ -56,7 +56,7 @@ class SlowMo(Merge):
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
         own = get_anchor(state) - bucket.copy_weights()
-        return own.clone(), {"own": own}
+        return own.clone(), {"contribution": own}
 
     @override
     def apply(

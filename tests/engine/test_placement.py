@@ -98,7 +98,10 @@ def test_a_simulated_run_computes_on_the_device_and_takes_as_long(tmp_path: Path
 def test_on_the_host_nothing_is_copied() -> None:
     batch = Batch(torch.zeros(3, 2), torch.zeros(3))
     assert move_batch(batch, HOST) is batch
-    state = {"flights": {"0": {"metadata": torch.ones(2), "own": torch.ones(3), "step": 4}}, "sent": 7}
+    state = {
+        "flights": {"0": {"metadata": torch.ones(2), "contribution": torch.ones(3), "step": 4}},
+        "sent": 7,
+    }
     assert same_tree(move_state(state, HOST), state)
 
 

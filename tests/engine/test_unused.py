@@ -101,7 +101,7 @@ def test_places_of_a_unit_are_those_of_its_buckets() -> None:
     unit.buckets[0].zero_places, unit.buckets[1].zero_places = (0, 2), (1,)
     assert unit.zero_places == (0, 2, 4)
     unused = UnusedParameters()
-    unused.load_state_dict({"now": {"0": [0, 2, 4]}, "never": {"0": [2]}}, {})
+    unused.load_state_dict({"common": {"0": [0, 2, 4]}, "unreached": {"0": [2]}}, {})
     unused.update(unit)
     assert [bucket.unused_places for bucket in unit.buckets] == [{0, 2}, {1}]
     assert [bucket.unreached_places for bucket in unit.buckets] == [{2}, set()]

@@ -182,7 +182,7 @@ def test_a_connection_outlives_a_cut_and_a_stop(lab: Lab, kind: str, tmp_path: P
     plan = getattr(FaultPlan(), kind)(1, at_s=0.2, for_s=0.3)
     result = talk(lab, plan, 30, tmp_path)
     assert result.exit_codes == (0, 0)
-    began_s, nothing = result.began_s
+    began_s, nothing = result.first_steps_s
     assert nothing is None
     assert began_s is not None
     assert result.seconds - began_s > 0.5

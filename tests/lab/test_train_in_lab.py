@@ -52,7 +52,7 @@ def test_a_run_in_the_lab(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         # A step computes forward and backward, and waits for two delays.
         assert min(b - a for a, b in zip([begin, *steps], steps, strict=False)) > 3 * BATCH * FORWARD_S + 0.02
     told = json.loads(report.read_text())
-    assert None not in told["began_s"], "python -m farflung is known as training"
+    assert None not in told["first_steps_s"], "python -m farflung is known as training"
     counters = told["counters"]
     counted = sum(c["sent_nbytes"] - HEADERS_NBYTES * c["sent_packets"] for c in counters)
     assert counted == pytest.approx(said, rel=0.03)
@@ -69,5 +69,5 @@ def test_a_run_of_more_events_than_a_socket_holds(
     rest = ["--batch-size", "4", "--evaluate-every", "0", "--out", str(tmp_path / "run")]
     assert main([*lab, *program, *train, *rest]) == 0, capfd.readouterr().err
     assert len(list(read_events(tmp_path / "run" / "telemetry" / "rank-1.jsonl"))) > 40
-    heard = json.loads(report.read_text())["began_s"]
+    heard = json.loads(report.read_text())["first_steps_s"]
     assert all((began is None) == (program[0] == "env") for began in heard)

@@ -189,9 +189,9 @@ def test_another_kind_of_file_is_refused(content: bytes, tmp_path: Path) -> None
         (None, "not written by farflung"),
         ({"format": "pt"}, "not written by farflung"),
         ({"farflung": "{"}, "cut short or damaged"),
-        ({"farflung": '{"format": 3, "values": {}}'}, "cut short or damaged.*no checksum"),
-        ({"farflung": '{"step": 3}'}, "a file of format 1, and this version of farflung reads format 3: use"),
-        ({"farflung": '{"format": 4, "values": {}}'}, "a file of format 4, and this version"),
+        ({"farflung": '{"format": 4, "values": {}}'}, "cut short or damaged.*no checksum"),
+        ({"farflung": '{"step": 3}'}, "a file of format 1, and this version of farflung reads format 4: use"),
+        ({"farflung": '{"format": 5, "values": {}}'}, "a file of format 5, and this version"),
     ],
 )
 def test_what_was_written_by_something_else_is_refused(metadata: Any, says: str, tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_any_number_of_replicas_goes_on_where_that_is_wanted(tmp_path: Path) -> 
         own: State = {
             "random": rank,
             "sent": {"gradients": [rank]},
-            "exchanges": {"reducer": {"0": rank}, "absent": {}},
+            "exchanges": {"reducer": {"0": rank}, "unused_local": {}},
         }
         Checkpoints(tmp_path, 0, 5, is_leader=False).with_ranks(rank, 2).save(3, {"step": 3}, own)
     read = [Checkpoints(tmp_path, rank, 3, is_leader=False, allows_any_size=True) for rank in range(3)]
@@ -295,7 +295,7 @@ def test_any_number_of_replicas_goes_on_where_that_is_wanted(tmp_path: Path) -> 
     (_, first), (_, second), (_, third) = (one.load(3) for one in read)
     assert (first["random"], second["random"], "random" in third) == (0, 1, False)
     assert second["exchanges"]["reducer"] == {"0": 1}
-    assert third["exchanges"] == {"reducer": {}, "absent": {}}
+    assert third["exchanges"] == {"reducer": {}, "unused_local": {}}
     assert first["sent"] == third["sent"] == {}
 
 

@@ -251,9 +251,9 @@ def test_steps_begin_when_their_samples_have_arrived() -> None:
     assert run.of_steps("data_s", 0) == [1.0, 0.0, 0.0, 0.0]
     assert run.of_steps("t", 1) == [2.5, 4.0, 5.5, 7.0]
     assert run.of_steps("data_s", 1) == [0.25, 0.0, 0.0, 0.0]
-    assert run.of_steps("held", 1) == [4, 36, 56, 76]  # 16 per second, less those used
+    assert run.of_steps("buffered", 1) == [4, 36, 56, 76]  # 16 per second, less those used
     row = 6 * 4 + 8
-    assert run.of_steps("held_nbytes", 1) == [4 * row, 36 * row, 56 * row, 76 * row]
+    assert run.of_steps("buffered_nbytes", 1) == [4 * row, 36 * row, 56 * row, 76 * row]
     assert run.of_steps("dropped", 1) == [0, 0, 0, 0]
     assert run.summaries[0].time_s.data_wait == 1.0
 
@@ -279,8 +279,8 @@ def test_a_truncated_buffer_does_not_grow() -> None:
     }
     run = {policy: Streamed(make, steps=6, seconds_per_sample=0.125).whole() for policy, make in made.items()}
     # A step of 4 samples takes 1.5 s, in which 24 come.
-    assert run["persistence"].of_steps("held") == [4, 24, 44, 64, 84, 104]
-    assert run["truncation"].of_steps("held") == [4, 24, 24, 24, 24, 24]
+    assert run["persistence"].of_steps("buffered") == [4, 24, 44, 64, 84, 104]
+    assert run["truncation"].of_steps("buffered") == [4, 24, 24, 24, 24, 24]
     assert run["truncation"].of_steps("dropped") == [0, 20, 40, 60, 80, 100]
 
 

@@ -641,7 +641,7 @@ def test_one_that_joins_within_a_block_has_no_updates_of_the_one_that_gave_the_s
             if merge.average_target == "gradient":
                 continue
             assert state.anchor is not None
-            states.append((state.has_updates, state.local.get("given"), state.anchor.clone()))
+            states.append((state.has_updates, state.local.get("base"), state.anchor.clone()))
 
     monkeypatch.setattr(Replica, "_join", noted)
     for at_s in (0.2, 0.25, 0.3, 0.35):

@@ -332,7 +332,7 @@ def test_an_exchange_whose_mean_is_not_finite_teaches_nothing(reducer: GradiVeQ)
     assert [phase for step, phase in enumerate(phases) if step not in bad] == without
     for replica in replicas:
         state = replica.slot.state
-        for kept in (state.local["residual"], *(state.shared[kind] for kind in ("seen", "means", "bases"))):
+        for kept in (state.local["residual"], *(state.shared[kind] for kind in ("sums", "means", "bases"))):
             assert all(tensor.isfinite().all() for tensor in kept.values())
 
 

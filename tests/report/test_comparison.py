@@ -64,7 +64,7 @@ def test_times_bytes_and_speed_up_are_means_over_seeds() -> None:
     assert (fast.time_to_target_s, fast.bytes_to_target, fast.speed_up) == (2.0, 200.0, 5.0)
     assert fast.final_accuracy == pytest.approx(0.6)
     assert fast.final_accuracy_range == (0.5, 0.7)
-    assert (never.reached, never.time_to_target_s, never.speed_up) == (0, None, None)
+    assert (never.num_reached, never.time_to_target_s, never.speed_up) == (0, None, None)
     assert (elsewhere.network, elsewhere.speed_up, elsewhere.time_to_target_s) == ("lan", 1.0, 1.0)
     assert slow.duration_s == 12.0
     assert slow.time_s == SPLIT

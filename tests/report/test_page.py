@@ -208,7 +208,7 @@ def test_a_rank_that_has_joined_has_the_clock_of_the_others(last: int, until: in
 )
 def test_buffers(ranks: int, lines: list[str]) -> None:
     events = {
-        rank: [begin(rank), *(step(rank, number, held=10 * number + rank) for number in range(4))]
+        rank: [begin(rank), *(step(rank, number, buffered=10 * number + rank) for number in range(4))]
         for rank in range(ranks)
     }
     found = figures(data_for(events), "Buffers")
@@ -221,7 +221,8 @@ def test_buffers(ranks: int, lines: list[str]) -> None:
 
 def test_scores_are_means_over_replicas() -> None:
     def scored(rank: int, number: int) -> dict[str, Any]:
-        return {"scored": 64 * (rank + 1) if number else 0, "groups": number + 1, "variance_ratio": 0.5 + 0.1 * rank,
+        return {"num_scored": 64 * (rank + 1) if number else 0, "groups": number + 1,
+                "variance_ratio": 0.5 + 0.1 * rank,
                 "score_quantiles": [number + 0.1 * at for at in range(5)] if number else None,
                 "rank_within_5": None, "rank_within_10": None, "gain": None,
                 "score_age": 8.0 if number > 2 else None}  # fmt: skip

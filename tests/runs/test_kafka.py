@@ -379,7 +379,7 @@ def test_truncation_holds_no_more_than_just_streamed_in(broker: Broker, tmp_path
             one for one in read_events(run / "telemetry" / f"rank-{rank}.jsonl") if one["event"] == "step"
         ]
         held, batch, dropped = (
-            [int(str(one[key])) for one in events] for key in ("held", "batch", "dropped")
+            [int(str(one[key])) for one in events] for key in ("buffered", "batch", "dropped")
         )
         before = [0, *dropped[:-1]]
         assert [h - b for h, b in zip(held, batch, strict=True)] == [

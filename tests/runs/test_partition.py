@@ -231,7 +231,7 @@ def test_shares_are_shown_and_summed_up(tmp_path: Path) -> None:
     assert "labels(k=5): 1,024 training samples on 2 replicas" in "\n".join(shown)
     assert "1 510 · · · · · 102 102 102 102 102" in " ".join(" ".join(shown).split())
     split = {
-        "how": "labels(k=5)",
+        "partition": "labels(k=5)",
         "shares": [
             {"samples": 514, "labels": [103, 103, 103, 103, 102, 0, 0, 0, 0, 0]},
             {"samples": 510, "labels": [0, 0, 0, 0, 0, 102, 102, 102, 102, 102]},

@@ -61,10 +61,10 @@ def test_by_mean_times(times: list[tuple[float, float, float]], found: dict[str,
 def test_of_simulated_runs(settings: dict[str, Any], rank: int | None, reason: str | None) -> None:
     both: dict[str, Any] = {"steps": 10, "workers": 3, "device": DEVICE}
     run = farflung.simulate("synthetic/quadratic", **{**both, **settings})
-    found: Any = run.summary.get("slowest", {})
+    found: Any = run.summary.get("bottleneck", {})
     assert (found.get("rank"), found.get("reason")) == (rank, reason)
-    assert json.loads(run.files.summary_path.read_text()).get("slowest", {}) == found
-    assert ("slowest" in str(run)) == bool(found)
+    assert json.loads(run.files.summary_path.read_text()).get("bottleneck", {}) == found
+    assert ("bottleneck" in str(run)) == bool(found)
 
 
 @pytest.mark.thorough
@@ -77,9 +77,9 @@ def test_of_a_real_run_whose_batches_then_follow(tmp_path: Path) -> None:
     )
     both: dict[str, Any] = {"workers": 2, "steps": 33, "pace": str(pace)}
     run = farflung.train("synthetic/quadratic", out=tmp_path / "even", **both)
-    found: Any = json.loads(run.files.summary_path.read_text())["slowest"]
+    found: Any = json.loads(run.files.summary_path.read_text())["bottleneck"]
     assert (found["rank"], found["reason"]) == (1, "compute")
-    assert run.summary["slowest"] == found
+    assert run.summary["bottleneck"] == found
     shared = farflung.train("synthetic/quadratic", batch_size="auto", out=tmp_path / "shared", **both)
     counts: Any = next(
         decision.value for decision in shared.files.load_decisions() if decision.name == "shares"

@@ -281,7 +281,7 @@ def gain_of(replica: Replica) -> Gain:
 def test_replicas_choose_alike_and_the_choice_is_a_decision_of_the_run(parts: dict[str, Any]) -> None:
     replicas, decided = run("grouped_importance(scored_by='loss')", bucket_nbytes=16, **parts)
     assert {gain_of(replica).rule for replica in replicas} <= {"pool", "two"}
-    learned = [{**gain_of(replica).state_dict(), "told": None, "steps": None} for replica in replicas]
+    learned = [{**gain_of(replica).state_dict(), "pending": None, "steps": None} for replica in replicas]
     assert learned[0] == learned[1] == learned[2]
     assert [(each.value, each.rank, each.timing) for each in decided] == [
         (gain_of(replicas[0]).rule, None, False)

@@ -118,7 +118,7 @@ def test_groups_by_time_are_as_large_as_the_wait_and_the_newest_takes_samples_ov
     # A wait of 0.36 s has room for 7 chunks of 5 samples that take 0.01 s each.
     assert [len(ids) for ids in scored] == [5, *[35] * 5]
     assert [draw.metrics["groups"] for draw in draws] == [1, 2, 2, 2, 2, 2]
-    assert [draw.metrics["scored"] for draw in draws] == [0, 5, 35, 35, 35, 35]
+    assert [draw.metrics["num_scored"] for draw in draws] == [0, 5, 35, 35, 35, 35]
     assert sorted(torch.cat(scored[:2]).tolist()) == list(range(N))
 
 
@@ -138,7 +138,7 @@ def test_groups_by_time_are_never_more_than_all_samples_or_is_asked_for() -> Non
     sampler = paper(0, groups="bacc", chunk=5, max_scored=13)
     draws, scored = train(sampler, range(5), some())
     assert [len(ids) for ids in scored] == [5, *[13] * 4]
-    assert draws[-1].metrics["scored"] == 13
+    assert draws[-1].metrics["num_scored"] == 13
 
 
 # --- what batches stand for -------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def test_telemetry_says_what_importance_is_worth() -> None:
     assert draws[0].metrics == {
         "rule": "paper",
         "groups": 1,
-        "scored": 0,
+        "num_scored": 0,
         "variance_ratio": 1.0,
         "score_quantiles": None,
         "largest_weight": 1.0,
@@ -458,7 +458,7 @@ def test_telemetry_says_what_importance_is_worth() -> None:
     for step in range(1, 4):
         newest = scores[scored[step - 1]]
         ratio = compute_variance_ratio(newest, smooth_scores(newest, 0.5))
-        known = {"groups": step + 1, "scored": 8, "variance_ratio": ratio}
+        known = {"groups": step + 1, "num_scored": 8, "variance_ratio": ratio}
         assert {name: draws[step].metrics[name] for name in known} == pytest.approx(known)
         # Of eight scores, 5 % is the first, 25 % the second and so on.
         assert draws[step].metrics["score_quantiles"] == [
@@ -607,7 +607,7 @@ def test_what_comes_takes_the_slot_and_the_group_and_brings_its_score() -> None:
     assert sampler.get_scores(slots).dtype == torch.float32
     others = torch.tensor([each for each in range(N) if each not in slots.tolist()])
     assert torch.equal(after["scores"][others], before["scores"][others])
-    assert all(same_tree(after[key], before[key]) for key in before if key not in ("scores", "made"))
+    assert all(same_tree(after[key], before[key]) for key in before if key not in ("scores", "scored_at"))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

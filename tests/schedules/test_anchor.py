@@ -38,7 +38,7 @@ def anchor(replica: Replica) -> Tensor:
 
 def blocks(replica: Replica) -> list[Tensor]:
     """Own updates under way, oldest first."""
-    return [flight.saved[0]["own"] for flight in replica.engine.flights]
+    return [flight.saved[0]["contribution"] for flight in replica.engine.flights]
 
 
 @pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)

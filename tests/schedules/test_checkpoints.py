@@ -148,7 +148,7 @@ def test_the_shared_part_has_what_replicas_have_in_common(tmp_path: Path) -> Non
     assert not same_bits(own[0]["parameters"]["w"], own[1]["parameters"]["w"])
     assert [flight["step"] for flight in own[0]["exchanges"]["flights"].values()] == [3, 5, 7]
     for tree in own:
-        blocks = [flight["saved"]["0"]["own"] for flight in tree["exchanges"]["flights"].values()]
+        blocks = [flight["saved"]["0"]["contribution"] for flight in tree["exchanges"]["flights"].values()]
         total = shared["model"]["w"].clone()
         for block in blocks:
             total += block

@@ -232,7 +232,7 @@ def test_stale_means_and_predictions_are_the_recurrences(momentum: float, delay:
 
     rate = 0.5 * largest_rate(predictions, momentum, delay)
     run = two_valleys(f"pipelined({delay + 1}, predict=True)", rate, momentum).steps(60)
-    newest = [replica.engine.flights[-1].saved[0]["own"] for replica in run.replicas]
+    newest = [replica.engine.flights[-1].saved[0]["contribution"] for replica in run.replicas]
     difference = followed(predictions, 0 * one, one - other, (rate, momentum, delay), 60)[-1]
     assert distance(newest[0] - newest[1], torch.from_numpy(difference)) < 1e-3
 

@@ -199,13 +199,13 @@ def periods(schedule: AdaComm, told: Sequence[tuple[float, float, float | None]]
     state: State = schedule.init()
     found = []
     for loss, elapsed_s, rate in told:
-        step = state["ends"]
+        step = state["block_end"]
         assert not schedule.needs_times(state, step - 1)
         assert schedule.needs_times(state, step)
         state = schedule.update_state(
             state, SharedStats(step, loss, 4.0, elapsed_s=elapsed_s, learning_rate=rate)
         )
-        assert state["ends"] == step + state["period"]
+        assert state["block_end"] == step + state["period"]
         found.append(state["period"])
     return found
 
@@ -242,7 +242,7 @@ def test_a_period_is_never_below_one_and_no_loss_changes_nothing() -> None:
     assert periods(AdaComm(4, 10.0), [(4.0, 1.0, None), (1e-9, 11.0, None), (1.0, 21.0, None)]) == [4, 1, 1]
     state = AdaComm(4, 10.0).init()
     unknown = SharedStats(3, 0.0, 0.0, elapsed_s=11.0)
-    assert AdaComm(4, 10.0).update_state(state, unknown) == {**state, "ends": 7, "again_s": 20.0}
+    assert AdaComm(4, 10.0).update_state(state, unknown) == {**state, "block_end": 7, "next_choice_s": 20.0}
 
 
 def test_all_replicas_choose_the_same_periods_by_one_clock() -> None:

@@ -59,7 +59,7 @@ class Driven:
             return False
         assert self.buffer.poll(self.step, lambda: -1.0)[1].ids.tolist() == arrivals.ids.tolist()
         taken = arrivals.ids[: arrivals.count]
-        assert arrivals.metrics["held_nbytes"] == (8 + 4) * arrivals.metrics["held"]  # type: ignore[operator]
+        assert arrivals.metrics["buffered_nbytes"] == (8 + 4) * arrivals.metrics["buffered"]  # type: ignore[operator]
         self.buffer.commit(taken)
         self.taken.append(taken.tolist())
         self.step += 1

@@ -174,7 +174,7 @@ def test_samples_are_used_in_order_and_once(reader: Make) -> None:
     assert arrivals.next_poll is not None
     source.put(0, *VALUES[12:15])
     told = one.take(2).metrics
-    assert told == {"held": 5, "held_nbytes": 5 * (4 * 4 + 8), "dropped": 0, "skipped": 0}
+    assert told == {"buffered": 5, "buffered_nbytes": 5 * (4 * 4 + 8), "dropped": 0, "skipped": 0}
     assert one.step(2) == [(0, n) for n in range(10, 15)]
     one.stream.close()
     assert source.closed == 1

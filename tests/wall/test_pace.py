@@ -78,4 +78,4 @@ def test_a_step_that_overran_is_counted_once_and_not_shortened() -> None:
     pace.finish_wait()
     compute(pace, clock, FORWARD, 0.1)
     assert (pace.steps, pace.num_overruns) == (2, 1)
-    assert pace.to_json() == {"device": "test", "steps": 2, "overran": 1}
+    assert pace.to_json() == {"device": "test", "steps": 2, "num_overruns": 1}

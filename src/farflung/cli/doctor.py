@@ -77,8 +77,10 @@ class Doctor:
             except OSError as error:
                 troubles.append(f"{text}: not reached: {error.strerror or error}")
             else:
-                if result.back:
-                    troubles.append(f"{text}: cannot connect back to this machine: {result.back}")
+                if result.connect_back_error:
+                    troubles.append(
+                        f"{text}: cannot connect back to this machine: {result.connect_back_error}"
+                    )
         if self.json:
             rows: list[Json] = [{"peer": text, **asdict(result)} for text, result in results.items()]
             print(json.dumps({"machine": machine, "peers": rows, "troubles": troubles}))
@@ -86,10 +88,10 @@ class Doctor:
             lines = [
                 {
                     "peer": text,
-                    "connects back": "no" if result.back else "yes",
+                    "connects back": "no" if result.connect_back_error else "yes",
                     "round trip": f"{1e3 * result.round_trip_s:.3g} ms",
-                    "to it": f"{result.there_bps / 1e6:.4g} Mbit/s",
-                    "from it": f"{result.here_bps / 1e6:.4g} Mbit/s",
+                    "to it": f"{result.upload_bps / 1e6:.4g} Mbit/s",
+                    "from it": f"{result.download_bps / 1e6:.4g} Mbit/s",
                     "its clock": f"{1e3 * result.clock_s:+.3g} ms",
                     "its version": result.version
                     if result.version == farflung.__version__

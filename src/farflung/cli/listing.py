@@ -76,7 +76,7 @@ def _format_value(value: Json) -> str:
 def _read_docs(documented: Callable[..., object]) -> Row:
     """Reads a docstring of a class or function: its first line, and the remaining text."""
     summary, _, about = re.sub(r":\w+:`~?([^`]+)`|``", r"\1", get_docstring(documented)).partition("\n")
-    return {"what": summary, "about": about.strip() or None}
+    return {"summary": summary, "about": about.strip() or None}
 
 
 def _list_recipes() -> Listing:
@@ -90,7 +90,7 @@ def _list_recipes() -> Listing:
         attach, summary = describe_attach_support(recipe), recipe.summary
         parts: dict[str, Json] = {**recipe.component_texts}
         row: Row = {
-            "name": name, "what": summary, "parts": parts, "attach_alone": attach == "yes", "attach": attach
+            "name": name, "summary": summary, "parts": parts, "attach_alone": attach == "yes", "attach": attach
         }  # fmt: skip
         changes = [f"{family} {member}" for family, member in parts.items() if member != defaults[family]]
         text = ", ".join(changes) or "the plain ones"
@@ -132,7 +132,7 @@ def _list_codecs() -> Listing:
         }
         return row, {
             "codec": name,
-            "what": str(documented["what"]),
+            "what": str(documented["summary"]),
             "bytes per value": f"{size:.3g}",
             "error": f"{error:.1%}",
             "error feedback": feedback,
@@ -158,12 +158,12 @@ def _list_workloads() -> Listing:
             "parameters": parameters,
             "defaults": dict(config),
             "data": None if source is None else source.name,
-            "at_hand": is_present,
-            "where": place,
+            "is_present": is_present,
+            "location": place,
         }
         return row, {
             "workload": name,
-            "what": str(documented["what"]).rstrip("."),
+            "what": str(documented["summary"]).rstrip("."),
             "samples": "?" if counts is None else f"{counts[0]:,} + {counts[1]:,}",
             "parameters": f"{parameters:,}",
             "settings": f"batch {config['batch_size']}, rate {config['learning_rate']:g}, {config['steps']:,} steps",
@@ -238,11 +238,11 @@ def _list_data() -> Listing:
         kind = None if location is None else location.kind
         row: Row = {
             "name": name,
-            "what": source.title,
-            "at_hand": location is not None,
+            "summary": source.title,
+            "is_present": location is not None,
             "kind": kind,
             "folder": None if location is None else str(location.folder),
-            "trouble": entry.problem or None,
+            "problem": entry.problem or None,
             "download_nbytes": entry.nbytes,
             "licence": source.licence,
             "homepage": source.homepage,

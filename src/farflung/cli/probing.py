@@ -41,18 +41,18 @@ class ProbeResult:
 
     Args:
       version: Version of farflung on the other machine.
-      back: Reason why the other machine could not connect back; empty if it could.
+      connect_back_error: Reason why the other machine could not connect back; empty if it could.
       round_trip_s: Shortest round trip of several.
-      there_bps: Bits a second to the other machine.
-      here_bps: Bits a second from it.
+      upload_bps: Bits a second to the other machine.
+      download_bps: Bits a second from it.
       clock_s: Offset of its clock from this one's, accurate to half a round trip.
     """
 
     version: str
-    back: str
+    connect_back_error: str
     round_trip_s: float
-    there_bps: float
-    here_bps: float
+    upload_bps: float
+    download_bps: float
     clock_s: float
 
 

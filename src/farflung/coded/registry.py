@@ -156,7 +156,7 @@ class BlockRegistry:
                 str(partition.number): {
                     "name": partition.name,
                     "block": partition.block,
-                    "active": partition.is_active,
+                    "is_active": partition.is_active,
                     "labels": partition.labels,
                 }
                 for partition in self.partitions
@@ -174,7 +174,7 @@ class BlockRegistry:
         registry.features, registry.bounds = tree["features"], tuple(tree["bounds"])
         for number, data in sorted(tree["partitions"].items(), key=lambda item: int(item[0])):
             partition = DevicePartition(
-                int(number), data["name"], data["labels"], data["block"], data["active"]
+                int(number), data["name"], data["labels"], data["block"], data["is_active"]
             )
             registry.partitions.append(partition)
         for number, kind, coefficients, parts in tree["blocks"]:

@@ -152,7 +152,7 @@ async def train(
     saved = None if record is None else record.load_state()
     state = None if saved is None else _restore_state(solver, saved["solver"])
     trained_names = None if saved is None else tuple(saved["partitions"])
-    num_spent = 0 if saved is None else int(saved["spent"])
+    num_spent = 0 if saved is None else int(saved["num_spent"])
     while True:
         active = coordinator.activate_partitions()
         names = tuple(partition.name for partition in active)
@@ -171,7 +171,7 @@ async def train(
                 )
                 if record is not None:
                     record.save_state(
-                        {"solver": state.to_tree(), "partitions": list(names), "spent": num_spent}
+                        {"solver": state.to_tree(), "partitions": list(names), "num_spent": num_spent}
                     )
                 if coordinator.has_new_partitions:
                     break

@@ -288,7 +288,7 @@ class Engine:
         It must be launched, so that no exchange advances meanwhile.
 
         Returns:
-          ``shared``, equal on all ranks, and ``own``.
+          ``shared``, equal on all ranks, and ``local``.
         """
         shared_reducer, local_reducer = self.reducer_states.state_dict()
         shared_unused, local_unused = self.unused.state_dict()
@@ -299,10 +299,10 @@ class Engine:
                 "merges": shared_merges,
                 "reducer": shared_reducer,
                 "unused": shared_unused,
-                "anchors_stale": self._has_stale_anchors,
+                "has_stale_anchors": self._has_stale_anchors,
                 "round_number": self.round_number,
             },
-            "own": {
+            "local": {
                 "elapsed_s": self.times.elapsed_s,
                 "sent_nbytes": self.sent_nbytes,
                 "peak_nbytes": self.peak_nbytes,
@@ -310,7 +310,7 @@ class Engine:
                 "flights": {f"{i:06}": await flight.state_dict() for i, flight in enumerate(self.flights)},
                 "merges": local_merges,
                 "reducer": local_reducer,
-                "absent": local_unused,
+                "unused_local": local_unused,
             },
         }
 
@@ -323,16 +323,16 @@ class Engine:
         Raises:
           CheckpointError: the reducer's state is of another version.
         """
-        shared, local = state["shared"], state["own"]
+        shared, local = state["shared"], state["local"]
         self.reducer_states.check_local_state(local["reducer"])
         self.flights.clear()
         self._unapplied.clear()
         self.is_round_open, self.round_number = False, shared["round_number"]
         self.sent_nbytes, self.peak_nbytes = local["sent_nbytes"], local["peak_nbytes"]
-        self._schedule_state, self._has_stale_anchors = shared["schedule"], shared["anchors_stale"]
+        self._schedule_state, self._has_stale_anchors = shared["schedule"], shared["has_stale_anchors"]
         self.times.resume_from(local["elapsed_s"])
         self._metadata.load_state_dict(local["metadata"])
-        self.unused.load_state_dict(shared["unused"], local["absent"])
+        self.unused.load_state_dict(shared["unused"], local["unused_local"])
         self._merge_states.load_state_dict(shared["merges"], local["merges"])
         for saved in local["flights"].values():
             unit = self._unit_states[saved["number"]]

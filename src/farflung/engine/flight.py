@@ -29,7 +29,7 @@ class Flight:
       round_number: Number of its messages; differs from the step if a step has several backward passes.
       delay: Number of steps until its result is due.
       merge: Merge that applies the result.
-      saved: Saved state of the merge by bucket and name; ``own`` is this rank's contribution.
+      saved: Saved state of the merge by bucket and name; ``contribution`` is this rank's contribution.
       weight: Weight of this rank in the mean.
       metadata: Float64 vector that is summed with the tensor.
       is_first_of_step: True if it is the first of its step, whose metadata has the numbers of extensions.
@@ -94,7 +94,7 @@ class Flight:
         self.start_s = runtime.read_clock()
         originals, wait_until_filled = [tensor], record_stream(tensor.device)
         # The first attempt may write in the tensor; another one needs the same numbers.
-        is_saved = all("own" in saved for saved in self.saved.values())
+        is_saved = all("contribution" in saved for saved in self.saved.values())
         backup = None if runtime.elastic is None or is_saved else tensor.clone()
 
         def exchange(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, ReduceResult]:
@@ -141,7 +141,7 @@ class Flight:
 
     def _copy_contribution(self) -> Tensor:
         """Returns a copy of the saved contribution."""
-        return concatenate([self.saved[bucket.index]["own"].clone() for bucket in self.unit.buckets])
+        return concatenate([self.saved[bucket.index]["contribution"].clone() for bucket in self.unit.buckets])
 
     async def state_dict(self) -> State:
         """Returns the original input of the exchange, from which a resumed run repeats it."""
@@ -158,9 +158,9 @@ class Flight:
             "weight": self.weight,
             "metadata": self.metadata,
             "is_first_of_step": self.is_first_of_step,
-            "absent": list(self.zero_places),
+            "zero_places": list(self.zero_places),
             "notes": dict(self.notes),
-            "before": {"shared": codec_state.shared, "local": codec_state.local},
+            "codec_state": {"shared": codec_state.shared, "local": codec_state.local},
             "times": None if self.decider_times is None else (await self.decider_times).value,
         }
 
@@ -182,17 +182,17 @@ class Flight:
             state["weight"],
             state["metadata"],
             state["is_first_of_step"],
-            tuple(state["absent"]),
+            tuple(state["zero_places"]),
             dict(state["notes"]),
         )
         if state["times"] is not None:
             flight.decider_times = create_completed(Decision("times", flight.step, state["times"]))
         if runtime.elastic is not None and runtime.elastic.is_joining:
             for saved in flight.saved.values():
-                saved["own"].zero_()
+                saved["contribution"].zero_()
             flight.weight, flight.zero_places, flight.notes = 0.0, (), {}
             flight.metadata = torch.zeros_like(flight.metadata)
-        codec_state = move_state(state["before"], unit.device)
+        codec_state = move_state(state["codec_state"], unit.device)
         flight.launch(
             runtime,
             reducer,
@@ -207,11 +207,11 @@ def zero_contributions(local: State) -> State:
     flights = {}
     for name, flight in local["flights"].items():
         saved = {
-            index: {**state, "own": torch.zeros_like(state["own"])}
+            index: {**state, "contribution": torch.zeros_like(state["contribution"])}
             for index, state in flight["saved"].items()
         }
-        codec_state = {**flight["before"], "local": _zero_tree(flight["before"]["local"])}
-        flights[name] = {**flight, "saved": saved, "before": codec_state}
+        codec_state = {**flight["codec_state"], "local": _zero_tree(flight["codec_state"]["local"])}
+        flights[name] = {**flight, "saved": saved, "codec_state": codec_state}
     pending: State = {"steps": {}, "numbers": {}}
     return {
         **local,

@@ -152,7 +152,7 @@ class MergeStates:
         for merge, bucket, state in self:
             name, key = type(merge).__name__, str(bucket.index)
             anchor = {} if state.anchor is None else {"anchor": state.anchor}
-            shared[name][key] = {**anchor, **state.shared, "is_apart": state.has_diverged}
+            shared[name][key] = {**anchor, **state.shared, "has_diverged": state.has_diverged}
             local[name][key] = {**state.local, "has_updates": state.has_updates}
         return shared, local
 
@@ -166,7 +166,7 @@ class MergeStates:
             )
             state.anchor = state.shared.pop("anchor", None)
             state.has_diverged, state.has_updates = (
-                state.shared.pop("is_apart"),
+                state.shared.pop("has_diverged"),
                 state.local.pop("has_updates"),
             )
             state.pending = []

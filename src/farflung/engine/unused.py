@@ -103,13 +103,14 @@ class UnusedParameters:
 
     def state_dict(self) -> tuple[State, State]:
         """Returns the shared and the local half."""
-        return {"now": _pack_places(self._common), "never": _pack_places(self._unreached)}, _pack_places(
-            self._local
-        )
+        return {
+            "common": _pack_places(self._common),
+            "unreached": _pack_places(self._unreached),
+        }, _pack_places(self._local)
 
     def load_state_dict(self, shared: State, local: State) -> None:
         """Restores :meth:`state_dict`."""
-        self._common, self._unreached = _unpack_places(shared["now"]), _unpack_places(shared["never"])
+        self._common, self._unreached = _unpack_places(shared["common"]), _unpack_places(shared["unreached"])
         self._local = _unpack_places(local)
         self._updated_units.clear()
 

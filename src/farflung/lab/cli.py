@@ -112,7 +112,7 @@ class RunInLab:
         for rank, code in enumerate(result.exit_codes):
             if code:
                 self._print_note(f"rank {rank} ended with exit code {code}")
-        return INTERRUPTED_CODE if result.stopped else max(result.exit_codes)
+        return INTERRUPTED_CODE if result.is_stopped else max(result.exit_codes)
 
     def _load_plan(self) -> FaultPlan:
         """Loads the fault plan; prints the origin of its times."""

@@ -33,8 +33,8 @@ class JobResult:
       counters: Counters of each node's interface since the workers' start.
       lost_packets: Number of packets lost by full queues, a profile's loss or cuts.
       seconds: Time from the first worker's start to the last one's end.
-      stopped: Whether the job was asked to stop.
-      began_s: Time from the first worker's start to each worker's first step; ``None`` if not reported. Times
+      is_stopped: Whether the job was asked to stop.
+      first_steps_s: Time from the first worker's start to each worker's first step; ``None`` if not reported. Times
         of a plan count from the earliest.
     """
 
@@ -42,8 +42,8 @@ class JobResult:
     counters: tuple[Counters, ...]
     lost_packets: int
     seconds: float
-    stopped: bool
-    began_s: tuple[float | None, ...] = ()
+    is_stopped: bool
+    first_steps_s: tuple[float | None, ...] = ()
 
 
 def run_job(

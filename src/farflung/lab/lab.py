@@ -156,13 +156,13 @@ class Lab:
         excess_s = [t - expectations[pair][0] for pair, t in measure_latencies(self._namespaces).items()]
         early_s = statistics.median(excess_s) if excess_s else 0.0
         if math.isfinite(early_s):
-            self._send_order({"do": "early", "seconds": max(0.0, early_s)})
+            self._send_order({"command": "handover", "seconds": max(0.0, early_s)})
         return self._measure_pairs(expectations)
 
     def _measure_pairs(self, expectations: Mapping[Pair, tuple[float, float]]) -> list[PairMeasurement]:
         if not expectations:
             return []
-        self._send_order({"do": "lose", "now": True})
+        self._send_order({"command": "lose", "enabled": True})
         trains = measure_trains(
             self._namespaces,
             self.profile,
@@ -170,7 +170,7 @@ class Lab:
             self._max_packet_nbytes,
             self.count_lost,
         )
-        self._send_order({"do": "lose", "now": False})
+        self._send_order({"command": "lose", "enabled": False})
         latencies = measure_latencies(self._namespaces)
         return [
             PairMeasurement(
@@ -218,11 +218,11 @@ class Lab:
 
     def begin(self) -> None:
         """Starts jitter, loss and traces."""
-        self._send_order({"do": "begin"})
+        self._send_order({"command": "begin"})
 
     def set_condition(self, src: int, dst: int, condition: LinkCondition) -> None:
         """Sets the condition of the link from one node to another."""
-        self._send_order({"do": "change", "src": src, "dst": dst, "condition": asdict(condition)})
+        self._send_order({"command": "change", "src": src, "dst": dst, "condition": asdict(condition)})
 
     def reset(self, src: int, dst: int) -> None:
         """Closes a node's TCP connections to another at its end, by ``ss -K``.
@@ -248,7 +248,7 @@ class Lab:
 
     def count_lost(self) -> int:
         """Returns the number of packets that the line has lost so far."""
-        return int(str(self._send_order({"do": "count"})["lost"]))
+        return int(str(self._send_order({"command": "count"})["num_lost"]))
 
     # --- workers ----------------------------------------------------------------------------------------------------
 

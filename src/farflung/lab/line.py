@@ -155,19 +155,19 @@ class _Line:
     def _handle_order(self, order: Mapping[str, Json]) -> Json:
         queues = self._queues
         match order:
-            case {"do": "early", "seconds": float(seconds)}:
+            case {"command": "handover", "seconds": float(seconds)}:
                 queues.lead_s = seconds
-            case {"do": "lose", "now": bool(is_lossy)}:
+            case {"command": "lose", "enabled": bool(is_lossy)}:
                 queues.is_lossy = is_lossy
-            case {"do": "begin"}:
+            case {"command": "begin"}:
                 queues.begin_s = time.monotonic()
-            case {"do": "change", "src": int(src), "dst": int(dst), "condition": dict(condition)}:
+            case {"command": "change", "src": int(src), "dst": int(dst), "condition": dict(condition)}:
                 queues.set_condition(src, dst, LinkCondition(**condition))  # type: ignore[arg-type]
                 if condition["loss"]:
                     for device in self._devices:  # a loss must be one segment
                         set_large_packets(device, False)
-            case {"do": "count"}:
+            case {"command": "count"}:
                 pass
             case _:
                 return {"error": f"unknown order {order}"}
-        return {"lost": queues.num_lost}
+        return {"num_lost": queues.num_lost}

@@ -45,12 +45,12 @@ class _PickedSamples:
     def state_dict(self) -> State:
         weights = {} if self.weights is None else {"weights": self.weights}
         drawn = {"ids": self.ids, **weights}
-        return {**drawn, "weight": self.weight, "told": dict(self.metrics), "pool": self.pool}
+        return {**drawn, "weight": self.weight, "metrics": dict(self.metrics), "pool": self.pool}
 
     @staticmethod
     def from_state(state: State) -> _PickedSamples:
         return _PickedSamples(
-            state["ids"], state.get("weights"), state["weight"], state["told"], state["pool"]
+            state["ids"], state.get("weights"), state["weight"], state["metrics"], state["pool"]
         )
 
 
@@ -154,7 +154,7 @@ class BatchLoader:
         size = self.components.sharing.get_local_batch_size(num_samples, self.runtime.comm.size)
         draw = sampler.draw(self._build_context(step, pool, size))
         fields: dict[str, Json] = (
-            {} if self.components.has_even_batches else {"held": len(arrivals.ids), **arrivals.metrics}
+            {} if self.components.has_even_batches else {"buffered": len(arrivals.ids), **arrivals.metrics}
         )
         weight = draw.weight if arrivals.weight is None else arrivals.weight
         return _PickedSamples(draw.ids, draw.weights, weight, {**fields, **draw.metrics}, pool)

@@ -174,8 +174,8 @@ class Checkpointer:
             "random": self.random.state_dict(),
             "sampler": drawing.components.sampler.state_dict(),
             "stream": drawing.components.stream.state_dict(),
-            "drawn": drawing.state_dict(),
-            "exchanges": exchanges["own"],
+            "picked_samples": drawing.state_dict(),
+            "exchanges": exchanges["local"],
             "shared_nbytes": drawing.sent_nbytes,
             "extensions": {ext.key: ext.state_dict() for ext in self.extensions if ext.key},
             "share": hash_share(self.share),
@@ -219,8 +219,8 @@ class Checkpointer:
             self.random.load_state_dict(replica_state["random"])
         drawing.components.sampler.load_state_dict(replica_state["sampler"])
         drawing.components.stream.load_state_dict(replica_state["stream"])
-        drawing.load_state_dict(replica_state["drawn"], replica_state["shared_nbytes"])
-        exchanges = {"shared": shared_state["exchanges"], "own": replica_state["exchanges"]}
+        drawing.load_state_dict(replica_state["picked_samples"], replica_state["shared_nbytes"])
+        exchanges = {"shared": shared_state["exchanges"], "local": replica_state["exchanges"]}
         self.engine.load_state_dict(exchanges)
         extension_states = replica_state["extensions"]
         keys = {extension.key for extension in self.extensions}

@@ -72,7 +72,7 @@ class JoinHandler(Extension):
                 members=list(change.ranks),
                 joined=list(change.joined_ranks),
                 lost=list(change.lost_ranks),
-                again=list(change.repeated_steps),
+                repeated_steps=list(change.repeated_steps),
             )
         self._num_reported = max(self._num_reported, len(changes))
 

@@ -153,7 +153,7 @@ class AdaptiveTopK(Reducer):
             runs = [[part.start, part.numel] for part in spec.spans] or [[0, spec.numel]]
             local = {"residual": torch.zeros(spec.numel, dtype=spec.dtype), "left_out": 0.0, "averaged": 0}
             return CodecState({"runs": runs, "steps": 0, "compressed": 0}, local)
-        shared = {"left_out": None, "compress": False, "seen": [0.0, 0.0], "compressed": 0, "steps": 0}
+        shared = {"left_out": None, "compress": False, "sums": [0.0, 0.0], "compressed": 0, "steps": 0}
         return with_nested_state(CodecState(shared), "codec", self._codec.init(spec, seeds))
 
     @override
@@ -213,14 +213,14 @@ class AdaptiveTopK(Reducer):
         return torch.stack([accumulated.double().square().sum(), largest.double().square().sum()]).cpu()
 
     def _update_state(self, state: CodecState, *, is_compressed: bool, sums: list[float]) -> CodecState:
-        shared = {**_count_exchange(state, is_compressed).shared, "seen": sums}
+        shared = {**_count_exchange(state, is_compressed).shared, "sums": sums}
         return CodecState(shared if self.decide == "last" else self._with_share(shared, sums), state.local)
 
     def _update_all_states(self, states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
         """Decides for all buckets, by the sums over all of them."""
         sums = [
             math.fsum(numbers)
-            for numbers in zip(*(state.shared["seen"] for state in states.values()), strict=True)
+            for numbers in zip(*(state.shared["sums"] for state in states.values()), strict=True)
         ]
         return {
             number: CodecState(self._with_share(state.shared, sums), state.local)

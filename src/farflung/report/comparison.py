@@ -97,8 +97,8 @@ class ComparisonRow:
     Args:
       network: Network of the runs.
       recipe: Recipe of the runs.
-      seeds: Number of runs.
-      reached: Number of runs that reached the target.
+      num_seeds: Number of runs.
+      num_reached: Number of runs that reached the target.
       time_to_target_s: Time to the target; ``None`` unless every run reached it.
       bytes_to_target: Bytes sent by rank 0 up to then; ``None`` unless every run reached the target.
       speed_up: Time to the target of the network's first recipe over this one's; ``None`` if either is.
@@ -112,8 +112,8 @@ class ComparisonRow:
 
     network: str
     recipe: str
-    seeds: int
-    reached: int
+    num_seeds: int
+    num_reached: int
     time_to_target_s: float | None
     bytes_to_target: float | None
     speed_up: float | None
@@ -154,8 +154,8 @@ def compare_runs(runs: Sequence[RunHistory], target: float) -> list[ComparisonRo
             ComparisonRow(
                 network,
                 recipe,
-                seeds=len(group),
-                reached=len(costs),
+                num_seeds=len(group),
+                num_reached=len(costs),
                 time_to_target_s=seconds,
                 bytes_to_target=fmean(nbytes for _, nbytes in costs) if all_reached else None,
                 speed_up=None if baseline is None or not seconds else baseline / seconds,
@@ -235,7 +235,7 @@ def _build_columns(rows: Sequence[ComparisonRow], score_column: str) -> dict[str
         waiting = row.time_s["exposed_communication"] + row.time_s["data_wait"]
         low, high = (format_score(score)[1] for score in row.final_accuracy_range)
         mean = format_score(row.final_accuracy)[1]
-        count = f"{row.reached} of {row.seeds} runs"
+        count = f"{row.num_reached} of {row.num_seeds} runs"
         shares = {"compute": row.time_s["compute"], "waiting": waiting}
         shares |= {"evaluation": row.time_s["evaluation"], "coding": row.coding_s}
         lines.append(
@@ -244,7 +244,7 @@ def _build_columns(rows: Sequence[ComparisonRow], score_column: str) -> dict[str
                 "recipe": row.recipe,
                 "to target": count if row.time_to_target_s is None else format_duration(row.time_to_target_s),
                 "speed-up": "" if row.speed_up is None else f"{row.speed_up:.2f}",
-                score_column: f"{mean}\n{low} to {high}" if row.seeds > 1 else mean,
+                score_column: f"{mean}\n{low} to {high}" if row.num_seeds > 1 else mean,
                 "rank 0 sent": decimal(int(row.bytes_sent_per_replica)),
                 "duration": format_duration(row.duration_s),
                 **{name: f"{100 * part / total:.0f} %" for name, part in shares.items()},

@@ -71,7 +71,7 @@ CHARTS = (
     _Chart(LEARNING, "Training loss", "mean over all replicas", {"": ("mean_loss", None)}),
     _Chart("Steps", "Duration of each step, on the rank where it was longest", "seconds", {"": ("duration_s", None)}),
     _Chart("Staleness", "Exchanges in flight at the end of each step", "exchanges", {"": ("in_flight", None)}),
-    _Chart(BUFFERS, "Samples held", "samples", {"": ("held", None)}, None),
+    _Chart(BUFFERS, "Samples held", "samples", {"": ("buffered", None)}, None),
     _Chart(BUFFERS, "Waited for samples", "seconds of the step", {"": ("data_s", None)}, None),
     _Chart(SAMPLING, "Scores of the newest group", "score",
            {f"{q} %": ("score_quantiles", i) for i, q in enumerate((5, 25, 50, 75, 95))}, fmean),
@@ -79,11 +79,11 @@ CHARTS = (
            {"second moment of gradients": ("variance_ratio", None), "gain in steps, predicted": ("gain", None)}, fmean),
     _Chart(SAMPLING, "Ranks since the scores before", "share of samples",
            {f"moved by less than {limit} %": (f"rank_within_{limit}", None) for limit in (5, 10)}, fmean),
-    _Chart(SAMPLING, "Samples in the newest group", "samples", {"": ("scored", None)}, fmean),
+    _Chart(SAMPLING, "Samples in the newest group", "samples", {"": ("num_scored", None)}, fmean),
     _Chart(SAMPLING, "Groups of scores", "steps",
            {"groups": ("groups", None), "age of the scores before": ("score_age", None)}, fmean),
 )  # fmt: skip
-REQUIRED_FIELDS = {"Staleness": "in_flight", BUFFERS: "held", SAMPLING: "scored"}
+REQUIRED_FIELDS = {"Staleness": "in_flight", BUFFERS: "buffered", SAMPLING: "num_scored"}
 """Fields of which a run needs a value other than 0 for the section to appear."""
 
 
@@ -316,7 +316,7 @@ def _build_members(run: ReportedRun, title: str) -> Iterator[Figure]:
             counts |= {step: len(event["members"]) for step in counts if step >= event["step"]}
         line: dict[str, Json] = {**_build_line(run, "members", counts), "stepped": True}
         yield _build_line_chart(title, "members", [run], [line], from_zero=True)
-        fields = ("view", "step", "members", "lost", "joined", "again")
+        fields = ("view", "step", "members", "lost", "joined", "repeated_steps")
         rows = [[*map(event.get, fields), time_s] for time_s, event in views]
         yield _build_table(f"Views of {run.title}", [*fields[:-1], "steps made again", "time (s)"], rows)
 
@@ -327,7 +327,7 @@ def _build_shares(run: ReportedRun, title: str) -> Iterator[Figure]:
     if split and (shares := split["shares"]):
         labels = [f"label {label}" for label in range(max(len(share["labels"]) for share in shares))]
         rows = [[rank, share["samples"], *share["labels"]] for rank, share in enumerate(shares)]
-        yield _build_table(f"{title}, split as {split['how']}", ["rank", "samples", *labels], rows)
+        yield _build_table(f"{title}, split as {split['partition']}", ["rank", "samples", *labels], rows)
 
 
 def _build_traffic(run: ReportedRun, title: str) -> Iterator[Figure]:

@@ -140,10 +140,12 @@ def render_summary_table(
         if seconds[name] or name not in OPTIONAL_PARTS:
             share = f"{100 * seconds[name] / total:5.1f} %" if total > 0 else ""
             table.add_row(f"  {label}{clock}", f"{format_duration(seconds[name])}  {share}")
-    if isinstance(slow := summary.get("slowest"), dict):
+    if isinstance(slow := summary.get("bottleneck"), dict):
         replica = f"replica {slow['rank']}, " if "rank" in slow else ""
-        fraction = read_number(slow, "share", "the slowest replica of the summary")
-        table.add_row(f"slowest{clock}", f"{replica}{slow.get('reason')}: {100 * fraction:.0f} % of a step")
+        fraction = read_number(slow, "share", "the bottleneck of the summary")
+        table.add_row(
+            f"bottleneck{clock}", f"{replica}{slow.get('reason')}: {100 * fraction:.0f} % of a step"
+        )
     if "coding_s" in summary:
         coding = get_figure("coding_s")
         per_step = format_duration(coding / max(1.0, get_figure("steps")))

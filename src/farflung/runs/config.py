@@ -332,7 +332,10 @@ class RunConfig:
 
     def describe_partition(self) -> dict[str, Json]:
         """Returns the partition and its shares as JSON, for summaries."""
-        return {"how": self.partition_text, "shares": [share.to_json() for share in self.describe_shares()]}
+        return {
+            "partition": self.partition_text,
+            "shares": [share.to_json() for share in self.describe_shares()],
+        }
 
     def check(self) -> list[Share]:
         """Checks the configuration before any process is started.

@@ -246,19 +246,19 @@ class _WorkerMonitor:
         ends, paces = self._final_events.values()
         if self._errors and not (self.is_elastic and ends):
             # A worker's own error is more specific than those of its peers.
-            error = next((e for e in self._errors if e["own"]), self._errors[0])
+            error = next((e for e in self._errors if e["is_own"]), self._errors[0])
             kind = BadInput if error["exit_code"] == BadInput.exit_code else RunLost
             raise kind(str(error["message"]))
         if ends:
             rank = min(ends)
             final_summary = {k: v for k, v in ends[rank].items() if k not in {"event", "rank", "t"}}
             if rank in paces:
-                final_summary["pace"] = {k: paces[rank][k] for k in ("device", "steps", "overran")}
+                final_summary["pace"] = {k: paces[rank][k] for k in ("device", "steps", "num_overruns")}
             stored_summary = self.folder.load_summary() if self.folder.summary_path.exists() else {}
             events = self.folder.load_events()
             derived: dict[str, Json] = {
                 "refused": {**count_refusals(chain(*events.values()))},
-                "slowest": find_bottleneck(events),
+                "bottleneck": find_bottleneck(events),
             }
             summary = {
                 **stored_summary,

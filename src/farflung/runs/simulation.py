@@ -398,7 +398,7 @@ def _finish_run(run: PreparedRun[SimulatedConfig], summary: dict[str, Json], wor
     full_summary: dict[str, Json] = {
         **summary,
         **summarize_coding(world, is_resumed=run.files.is_resumed),
-        **({"slowest": bottleneck} if bottleneck else {}),
+        **({"bottleneck": bottleneck} if bottleneck else {}),
         "partition": run.config.describe_partition(),
         "simulated": run.config.describe_world(),
     }

@@ -185,7 +185,7 @@ def _train_replica(job: Job, rank: int, page: Page | None) -> None:
 
 def _build_error_event(rank: int, message: str, exit_code: int, *, is_own: bool) -> Event:
     """Builds an error event; ``is_own`` is False if the error is the loss of another rank."""
-    return {"event": "error", "rank": rank, "message": message, "exit_code": exit_code, "own": is_own}
+    return {"event": "error", "rank": rank, "message": message, "exit_code": exit_code, "is_own": is_own}
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ class Gain:
         return {
             "rule": self.rule,
             "steps": dict(self.steps),
-            "told": dict(self._pending),
+            "pending": dict(self._pending),
             "sums": dict(self._sums),
             "age": self._rule_steps,
             "scale": self._scale,
@@ -198,7 +198,11 @@ class Gain:
 
     def load_state_dict(self, state: State) -> None:
         self.rule, self._rule_steps, self._pause_steps = state["rule"], state["age"], state["pause"]
-        self.steps, self._pending, self._sums = dict(state["steps"]), dict(state["told"]), dict(state["sums"])
+        self.steps, self._pending, self._sums = (
+            dict(state["steps"]),
+            dict(state["pending"]),
+            dict(state["sums"]),
+        )
         self._scale = state["scale"]
 
     def _restart(self) -> None:

@@ -49,8 +49,8 @@ __all__ = ["GroupedImportance"]
 NAME = "grouped_importance"
 UNKNOWN_STEP = -1
 """Step of a score that was not made here: there is none, or its sample came from another replica."""
-COLUMNS = ("scores", "stamps", "made", "first", "since", "shares")
-"""Columns of the table of samples; ``since`` is the step of arrival, and ``shares`` the future weight in a stream."""
+COLUMNS = ("scores", "stamps", "scored_at", "candidate_weights", "first_seen", "shares")
+"""Columns of the table of samples; ``first_seen`` is the step of arrival, ``shares`` the future weight in a stream."""
 DRAWN_SHARE = -1.0
 """Share of a stream's sample that has been drawn, and leaves."""
 MIN_GROUP_BATCHES = 2
@@ -101,8 +101,8 @@ class GroupedImportance(ScoringSampler):
     samples over the mean number. In a stream, the stream sets the weight. An unscored sample counts as the mean of the
     others, and all are equal if none has a score, so the first batch is uniform.
 
-    Telemetry: ``rule`` of the batch (``uniform``, ``pool``, ``two`` or ``paper``), number of ``groups``, ``scored``
-    samples of the newest; ``compute_variance_ratio`` predicted by their scores
+    Telemetry: ``rule`` of the batch (``uniform``, ``pool``, ``two`` or ``paper``), number of ``groups``, ``num_scored``
+    samples of the newest; ``variance_ratio`` predicted by their scores
     (:func:`farflung.sampling.importance.compute_variance_ratio`); ``gain`` and ``noise_scale``
     (:class:`farflung.sampling.Gain`; not for ``paper``); the 5, 25, 50, 75 and 95 % quantiles of the scores
     (``score_quantiles``, None if there are none); the ``largest_weight`` of the batch; and the figures of
@@ -216,7 +216,7 @@ class GroupedImportance(ScoringSampler):
             )
         newest = self._stamps.max()
         mask = (self._stamps == newest) & (self._scores >= 0)
-        scores, first = self._scores[mask], self._first[mask]
+        scores, first = self._scores[mask], self._candidate_weights[mask]
         if self.gain is not None:
             self.gain.is_streaming = not isinstance(context.pool, int)
             if self.gain.rule == "uniform":
@@ -225,7 +225,7 @@ class GroupedImportance(ScoringSampler):
         telemetry: dict[str, Json] = {
             "rule": self._batch_rule,
             "groups": len(self._list_groups()[0]),
-            "scored": len(scores),
+            "num_scored": len(scores),
             "variance_ratio": compute_variance_ratio(
                 scores, smooth_scores(scores, self._smoothing, first), first
             ),
@@ -243,7 +243,7 @@ class GroupedImportance(ScoringSampler):
         if self._rule is None:
             rows, weights = self._draw_by_groups(context)
         elif not isinstance(context.pool, int):
-            remaining_draws = (self._lifetime_steps - (context.step - self._since)).clamp(min=1)
+            remaining_draws = (self._lifetime_steps - (context.step - self._first_seen)).clamp(min=1)
             rows, weights, self._shares = self._rule.draw_stream_batch(
                 self._scores, self._shares, remaining_draws, context.batch_size, context.step, context.rank
             )
@@ -251,7 +251,11 @@ class GroupedImportance(ScoringSampler):
         else:
             pool = self._find_members(int(newest))
             drawn, weights = self._rule.draw_batch(
-                self._scores[pool], self._first[pool], context.batch_size, context.step, context.rank
+                self._scores[pool],
+                self._candidate_weights[pool],
+                context.batch_size,
+                context.step,
+                context.rank,
             )
             rows = pool[drawn]
         telemetry["largest_weight"] = float(weights.max())
@@ -341,7 +345,7 @@ class GroupedImportance(ScoringSampler):
             ids, first = self._rule.choose_candidates(
                 self._scores, size, context.step, is_two_stage=self._batch_rule == "two"
             )
-            self._first[ids] = first
+            self._candidate_weights[ids] = first
         return torch.split(ids, self._chunk)
 
     def _compute_group_size(
@@ -376,12 +380,12 @@ class GroupedImportance(ScoringSampler):
         rows, is_held = self._find_rows(ids)
         rows, scores = rows[is_held], scores[is_held].to(self._scores)
         if self.gain is not None:
-            self._new_scores.append((scores, self._first[rows]))
-        was_scored = self._made[rows] >= 0
-        old_scores, ages = self._scores[rows][was_scored], step - self._made[rows][was_scored]
+            self._new_scores.append((scores, self._candidate_weights[rows]))
+        was_scored = self._scored_at[rows] >= 0
+        old_scores, ages = self._scores[rows][was_scored], step - self._scored_at[rows][was_scored]
         self._renewal.add(old_scores, scores[was_scored], ages, step)
         self._scores[rows] = scores
-        self._stamps[rows] = self._made[rows] = step
+        self._stamps[rows] = self._scored_at[rows] = step
         self._cursor = (self._cursor + len(ids)) % len(self._ids)
 
     @override
@@ -428,7 +432,7 @@ class GroupedImportance(ScoringSampler):
     def replace_samples(self, ids: SampleIds, scores: Tensor) -> None:
         """Replaces samples and scores in slots, which stay in their groups."""
         rows, is_held = self._find_rows(ids)
-        self._scores[rows[is_held]], self._made[rows[is_held]] = scores[is_held], UNKNOWN_STEP
+        self._scores[rows[is_held]], self._scored_at[rows[is_held]] = scores[is_held], UNKNOWN_STEP
 
     # --- table of samples -------------------------------------------------------------------------------------------
 
@@ -437,9 +441,9 @@ class GroupedImportance(ScoringSampler):
         return {
             "ids": self._ids.clone(),
             **{name: column.clone() for name, column in zip(COLUMNS, self._get_columns(), strict=True)},
-            "life": self._lifetime_steps,
+            "lifetime_steps": self._lifetime_steps,
             "cursor": self._cursor,
-            "by": self._batch_rule,
+            "batch_rule": self._batch_rule,
             **{name: part.state_dict() for name, part in self._get_parts().items()},
         }
 
@@ -447,7 +451,11 @@ class GroupedImportance(ScoringSampler):
     def load_state_dict(self, state: State) -> None:
         ids = state["ids"].clone()
         self._set_table(ids, *(state[name].clone() for name in COLUMNS))
-        self._lifetime_steps, self._cursor, self._batch_rule = state["life"], state["cursor"], state["by"]
+        self._lifetime_steps, self._cursor, self._batch_rule = (
+            state["lifetime_steps"],
+            state["cursor"],
+            state["batch_rule"],
+        )
         for name, part in self._get_parts().items():
             part.load_state_dict(state[name])
 
@@ -471,7 +479,7 @@ class GroupedImportance(ScoringSampler):
         if torch.equal(ids, self._ids):
             return
         is_leading = torch.isin(self._ids, ids).cumsum(0) == 0
-        lost = self._since[is_leading & (self._shares != DRAWN_SHARE)]
+        lost = self._first_seen[is_leading & (self._shares != DRAWN_SHARE)]
         if len(lost):
             self._lifetime_steps = float(context.step - lost.min())
         rows, is_held = self._find_rows(ids)
@@ -494,7 +502,14 @@ class GroupedImportance(ScoringSampler):
 
     def _set_table(self, ids: SampleIds, *columns: Tensor) -> None:
         self._ids = ids
-        self._scores, self._stamps, self._made, self._first, self._since, self._shares = columns
+        (
+            self._scores,
+            self._stamps,
+            self._scored_at,
+            self._candidate_weights,
+            self._first_seen,
+            self._shares,
+        ) = columns
         self._sorted_ids, self._sort_order = ids.sort()
 
     def _get_columns(self) -> list[Tensor]:

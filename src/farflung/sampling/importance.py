@@ -230,8 +230,11 @@ class ScoreRenewal:
         }
 
     def state_dict(self) -> State:
-        return {"step": self._step, **dict(zip(("before", "after", "ages"), self._columns, strict=True))}
+        return {
+            "step": self._step,
+            **dict(zip(("old_scores", "new_scores", "ages"), self._columns, strict=True)),
+        }
 
     def load_state_dict(self, state: State) -> None:
         self._step = int(state["step"])
-        self._columns = state["before"], state["after"], state["ages"]
+        self._columns = state["old_scores"], state["new_scores"], state["ages"]

@@ -108,21 +108,21 @@ class AdaComm(Schedule):
         """Returns the period, the end of the block, the time of the next adaptation, and values of the first block."""
         return {
             "period": self.sync_every,
-            "ends": self.sync_every - 1,
-            "again_s": self.interval_s,
+            "block_end": self.sync_every - 1,
+            "next_choice_s": self.interval_s,
             "loss": None,
-            "rate": None,
+            "learning_rate": None,
         }
 
     @override
     def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         """Returns one transfer for each bucket at the end of a block."""
-        return [Transfer(unit, step, *self.merges) for unit in units] if step >= state["ends"] else []
+        return [Transfer(unit, step, *self.merges) for unit in units] if step >= state["block_end"] else []
 
     @override
     def needs_times(self, state: State, step: int) -> bool:
         """Returns True at every exchange, for the clock."""
-        return bool(step >= state["ends"])
+        return bool(step >= state["block_end"])
 
     @override
     def update_state(self, state: State, stats: SharedStats) -> State:
@@ -130,18 +130,18 @@ class AdaComm(Schedule):
         state = {**state}
         is_valid = stats.weight > 0 and 0 < stats.loss < math.inf
         if is_valid and state["loss"] is None:
-            state.update(loss=stats.loss, rate=stats.learning_rate)
-        if stats.elapsed_s is not None and stats.elapsed_s >= state["again_s"]:
-            state["again_s"] = (stats.elapsed_s // self.interval_s + 1) * self.interval_s
+            state.update(loss=stats.loss, learning_rate=stats.learning_rate)
+        if stats.elapsed_s is not None and stats.elapsed_s >= state["next_choice_s"]:
+            state["next_choice_s"] = (stats.elapsed_s // self.interval_s + 1) * self.interval_s
             if is_valid:
                 state["period"] = self._choose_period(state, stats)
-        state["ends"] = stats.step + state["period"]
+        state["block_end"] = stats.step + state["period"]
         return state
 
     def _choose_period(self, state: State, stats: SharedStats) -> int:
         previous, coupling = state["period"], 1.0
-        if state["rate"] and stats.learning_rate:
-            coupling = (state["rate"] / stats.learning_rate) ** self.rate_power
+        if state["learning_rate"] and stats.learning_rate:
+            coupling = (state["learning_rate"] / stats.learning_rate) ** self.rate_power
         period = math.ceil(self.sync_every * math.sqrt(coupling * stats.loss / state["loss"]))
         if self.rule == "shrink" and period >= previous:
             period = math.ceil(self.shrink * previous)

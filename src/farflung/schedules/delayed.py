@@ -155,7 +155,7 @@ class Delayed(Schedule):
     @override
     def init(self) -> State:
         """Returns the initial delay, and the earliest step at which a result may be due."""
-        return {"delay": 0 if isinstance(self.delay, str) else self.delay, "not_before": 0}
+        return {"delay": 0 if isinstance(self.delay, str) else self.delay, "earliest_step": 0}
 
     @property
     @override
@@ -169,7 +169,7 @@ class Delayed(Schedule):
         if step >= self.warmup:
             if (step + 1) % self.period:
                 return []
-            merge_step = max(step + state["delay"], state["not_before"])
+            merge_step = max(step + state["delay"], state["earliest_step"])
         return [Transfer(unit, merge_step, self._merge) for unit in units]
 
     @override
@@ -190,8 +190,8 @@ class Delayed(Schedule):
         if stats.step_s is None or stats.exchange_s is None:
             return state
         delay = math.ceil(stats.exchange_s / stats.step_s) if stats.step_s > 0 else self.max_delay
-        not_before = max(state["not_before"], stats.step + 2 * int(state["delay"]))
-        return {**state, "delay": min(delay, self.max_delay), "not_before": not_before}
+        earliest_step = max(state["earliest_step"], stats.step + 2 * int(state["delay"]))
+        return {**state, "delay": min(delay, self.max_delay), "earliest_step": earliest_step}
 
     @property
     def _merge(self) -> Merge:

@@ -33,7 +33,7 @@ class WeightPrediction(Extension):
         gradients: dict[int, dict[int, Tensor]] = {}
         for flight in self._engine.flights:
             for index, saved in flight.saved.items():
-                gradients.setdefault(flight.step, {})[index] = saved["own"]
+                gradients.setdefault(flight.step, {})[index] = saved["contribution"]
         return predict_weights(self._optimizer, self._buckets, list(gradients.values()))
 
 

@@ -71,25 +71,25 @@ class TrafficRecorder(JsonLinesFile):
         """Records a rank's completed exchange."""
         if ops not in self._op_lists:
             self._op_lists[ops] = len(self._op_lists)
-            self.add({"journey": self._op_lists[ops], "ops": [list(op) for op in ops]})
-        traces = self._pending_exchanges.setdefault((step, number), {})
-        traces[rank] = self._op_lists[ops]
-        if len(traces) == self._size:
+            self.add({"op_list": self._op_lists[ops], "ops": [list(op) for op in ops]})
+        op_list_numbers = self._pending_exchanges.setdefault((step, number), {})
+        op_list_numbers[rank] = self._op_lists[ops]
+        if len(op_list_numbers) == self._size:
             del self._pending_exchanges[step, number]
             self.add(
                 {
                     "step": step,
                     "number": number,
-                    "journeys": [traces[rank] for rank in range(self._size)],
+                    "op_lists": [op_list_numbers[rank] for rank in range(self._size)],
                     "weight": result.weight,
                     "metadata": result.metadata.tolist(),
-                    "learns": result.update_state is not None,
+                    "has_update": result.update_state is not None,
                 }
             )
 
     def record_update(self, is_joint: bool, step: int, number: int, ops: tuple[Op, ...]) -> None:
         """Records a rank's update of the reducer state, from one exchange or jointly from all of a step."""
-        kind = "learn_together" if is_joint else "learn"
+        kind = "joint_update" if is_joint else "update"
         if ops != self._update_ops.get((kind, number), ()):
             self._update_ops[kind, number] = ops
             self.add({"step": step, "number": number, kind: [list(op) for op in ops]})
@@ -97,7 +97,7 @@ class TrafficRecorder(JsonLinesFile):
     def record_fill(self, rank: int, step: int, order: list[int]) -> None:
         """Records the order in which a backward pass has filled its buckets."""
         if order != sorted(order):
-            self.add({"step": step, "rank": rank, "fill": cast("list[Json]", order)})
+            self.add({"step": step, "rank": rank, "bucket_order": cast("list[Json]", order)})
 
 
 @dataclass(slots=True)
@@ -132,11 +132,11 @@ class RecordedReplica(Replica):
 
 
 class _RecordingReducer(Reducer):
-    """Reducer whose traces are recorded.
+    """Reducer whose operations are recorded.
 
     Args:
       reducer: Reducer that does the work.
-      recorder: Recorder of the traces.
+      recorder: Recorder of the operations.
     """
 
     def __init__(self, reducer: Reducer, recorder: TrafficRecorder) -> None:
@@ -205,7 +205,7 @@ class _RecordingChannel:
         ops, self._ops = tuple(self._ops), []
         return ops
 
-    def hops(self, count: int) -> int:
+    def reserve_hops(self, count: int) -> int:
         if count:
             self._ops.append(("hops", count))
         return self._channel.reserve_hops(count)
@@ -224,7 +224,7 @@ class _RecordingChannel:
         self._ops.append(("recv", src, hop))
         return self._channel.recv(src, hop, expect)
 
-    def collective(self, name: str) -> AllReduce:
+    def get_collective(self, name: str) -> AllReduce:
         inner = self._channel.get_collective(name)
 
         async def record_collective(
@@ -233,7 +233,13 @@ class _RecordingChannel:
             if coding is not None:
                 return await inner(channel, tensor, metadata, coding=coding)
             self._ops.append(
-                ("whole", name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), metadata.numel())
+                (
+                    "collective",
+                    name,
+                    str(tensor.dtype).removeprefix("torch."),
+                    tensor.numel(),
+                    metadata.numel(),
+                )
             )
             return await inner(self._channel, tensor, metadata)
 

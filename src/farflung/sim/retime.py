@@ -131,7 +131,7 @@ def _get_key(event: Event) -> tuple[Json, ...]:
 
 
 class _ReplayReducer(Reducer):
-    """Reducer that replays recorded traces of another one."""
+    """Reducer that replays recorded operations of another one."""
 
     def __init__(self, traffic: RecordedTraffic, reducer: Reducer) -> None:
         self._traffic, self.codec = traffic, getattr(reducer, "codec", None)
@@ -167,9 +167,9 @@ class _ReplayReducer(Reducer):
 
 
 async def _replay_op(op: Op, channel: Channel) -> None:
-    """Replays one operation of a trace."""
+    """Replays one operation."""
     kind, *fields = op
-    if kind == "whole":
+    if kind == "collective":
         collective, dtype, numel, side = fields
         all_reduce = channel.get_collective(str(collective))
         await all_reduce(

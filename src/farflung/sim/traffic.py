@@ -1,11 +1,11 @@
 """Recorded traffic of a run's exchanges, so that they can be timed again: sizes and order, no gradients.
 
-The file has JSON lines. ``{"journey": n, "ops": [...]}`` is the trace of one rank in an exchange; equal traces are
-stored once. ``{"step": s, "number": k, "journeys": [...], ...}`` is one exchange: the trace of each rank, and its
-results besides the mean. ``{"step": s, "number": k, "learn": [...]}`` is the computation of each rank's state update
-when the result of an exchange is merged, from that step on. ``learn_together`` is that of the joint update of a
-step. ``{"step": s, "rank": r, "fill": [...]}`` is the order in which the buckets of a backward pass filled, if they did
-not fill by number.
+The file has JSON lines. ``{"op_list": n, "ops": [...]}`` are the operations of one rank in an exchange; equal lists are
+stored once. ``{"step": s, "number": k, "op_lists": [...], ...}`` is one exchange: the list of each rank, and its
+results besides the mean. ``{"step": s, "number": k, "update": [...]}`` is the computation of each rank's state update
+when the result of an exchange is merged, from that step on. ``joint_update`` is that of the joint update of a step.
+``{"step": s, "rank": r, "bucket_order": [...]}`` is the order in which the buckets of a backward pass filled, if they
+did not fill by number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ExchangeRecord", "Op", "RecordedTraffic"]
 
 Op: TypeAlias = "tuple[str | int, ...]"
 """``("hops", count)``, ``("send", dst, hop, nbytes)``, ``("recv", src, hop)``, ``("compute", operation, method,
-numel)`` or ``("whole", collective, dtype, numel, side)``."""
+numel)`` or ``("collective", collective, dtype, numel, side)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ExchangeRecord:
     """Record of one exchange of all ranks.
 
     Args:
-      traces: Trace number of each rank.
+      op_list_numbers: Number of the list of each rank.
       weight: Sum of the weights.
       metadata: Sum of the metadata of all ranks.
       has_update: True if the reducer's state changed when the result was merged.
@@ -47,7 +47,7 @@ class RecordedTraffic:
     """Traffic recorded by :class:`farflung.sim.TrafficRecorder`.
 
     Args:
-      traces: Operations of each trace, by number.
+      op_lists: Lists of operations, by number.
       exchanges: Exchanges by step, and by number within the step.
       fills: Bucket orders that are not by number, by step and rank.
       update_ops: Operations of updates from a step on, by joint or not, number, and that step.
@@ -78,20 +78,22 @@ class RecordedTraffic:
         return () if latest_step is None else ops_by_step[latest_step]
 
     def _add_row(self, row: dict[str, Json]) -> None:
-        if "journey" in row:
-            self.op_lists[cast(int, row["journey"])] = _parse_ops(row["ops"])
-        elif "fill" in row:
-            self.fills[cast(int, row["step"]), cast(int, row["rank"])] = cast("list[int]", row["fill"])
-        elif "journeys" not in row:
-            (kind,) = row.keys() & {"learn", "learn_together"}
-            ops_by_step = self.update_ops.setdefault((kind == "learn_together", cast(int, row["number"])), {})
+        if "op_list" in row:
+            self.op_lists[cast(int, row["op_list"])] = _parse_ops(row["ops"])
+        elif "bucket_order" in row:
+            self.fills[cast(int, row["step"]), cast(int, row["rank"])] = cast(
+                "list[int]", row["bucket_order"]
+            )
+        elif "op_lists" not in row:
+            (kind,) = row.keys() & {"update", "joint_update"}
+            ops_by_step = self.update_ops.setdefault((kind == "joint_update", cast(int, row["number"])), {})
             ops_by_step[cast(int, row["step"])] = _parse_ops(row[kind])
         else:
             self.exchanges[cast(int, row["step"]), cast(int, row["number"])] = ExchangeRecord(
-                tuple(cast("list[int]", row["journeys"])),
+                tuple(cast("list[int]", row["op_lists"])),
                 cast(float, row["weight"]),
                 tuple(cast("list[float]", row["metadata"])),
-                cast(bool, row["learns"]),
+                cast(bool, row["has_update"]),
             )
 
 
@@ -100,7 +102,7 @@ def _parse_ops(ops: Json) -> tuple[Op, ...]:
 
 
 def _parse_op(op: list[str | int]) -> Op:
-    """Parses one operation of a trace.
+    """Parses one operation.
 
     Raises:
       ValueError: It is not an operation.
@@ -108,11 +110,11 @@ def _parse_op(op: list[str | int]) -> Op:
     kind, *fields = op
     num_strings = _NUM_STRINGS.get(kind, 0)
     if len(fields) != _NUM_FIELDS[kind] or not all(type(entry) is str for entry in fields[:num_strings]):
-        raise ValueError(f"{op}: not an entry of a journey")
+        raise ValueError(f"{op}: not an operation")
     if not all(type(entry) is int and 0 <= entry < 1 << 62 for entry in fields[num_strings:]):
-        raise ValueError(f"{op}: not an entry of a journey")
+        raise ValueError(f"{op}: not an operation")
     return tuple(op)
 
 
-_NUM_FIELDS: dict[str | int, int] = {"hops": 1, "send": 3, "recv": 2, "compute": 3, "whole": 4}
-_NUM_STRINGS: dict[str | int, int] = {"compute": 2, "whole": 2}
+_NUM_FIELDS: dict[str | int, int] = {"hops": 1, "send": 3, "recv": 2, "compute": 3, "collective": 4}
+_NUM_STRINGS: dict[str | int, int] = {"compute": 2, "collective": 2}

@@ -247,8 +247,8 @@ class Buffer:
             weight = per_second * (self._window_s or 1.0) / self._batch_size if self._is_by_rate else None
             nbytes = num_held * self._sample_nbytes
             telemetry: dict[str, Json] = {
-                "held": num_held,
-                "held_nbytes": nbytes,
+                "buffered": num_held,
+                "buffered_nbytes": nbytes,
                 "dropped": self._num_dropped,
             }
             self._arrivals = Arrivals(self.ids, None, sum(count for _, count in counts), weight, telemetry)

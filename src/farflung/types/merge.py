@@ -112,8 +112,8 @@ class Merge:
         Args:
           bucket: Bucket to average.
           state: State of the merge for this bucket; changed in place.
-          delay: Number of optimizer steps before the mean is applied. Unless it is 0, ``own`` in the saved state equals
-            the tensor, from which a resumed run repeats the exchange.
+          delay: Number of optimizer steps before the mean is applied. Unless it is 0, ``contribution`` in the saved
+            state equals the tensor, from which a resumed run repeats the exchange.
         """
         raise NotImplementedError
 

@@ -78,4 +78,4 @@ class Pace:
         self._free_s = self._read_clock()
 
     def to_json(self) -> dict[str, Json]:
-        return {"device": self._device.name, "steps": self.steps, "overran": self.num_overruns}
+        return {"device": self._device.name, "steps": self.steps, "num_overruns": self.num_overruns}

@@ -36,7 +36,7 @@ __all__ = [
 
 BasisSolver: TypeAlias = Callable[[int, Callable[[], Tensor]], Tensor]
 """Computes a basis, charged with the given number of elements, as part of an exchange."""
-_NO_SAMPLES: State = {"samples": 0, "added": 0, "seen": {}}
+_NO_SAMPLES: State = {"samples": 0, "added": 0, "sums": {}}
 _NUM_DIGITS, _DIGIT_NBYTES = 3, 2
 """Shape of a hash. A float64 sums the squares of 16-bit digits exactly for a thousand replicas."""
 
@@ -63,7 +63,7 @@ def add_mean(state: State, mean: Tensor, num_accumulated: int) -> State:
       num_accumulated: Number of exchanges accumulated in the part of the sample outside the bases. That part is
         divided by its root, which restores the variance of one exchange. If 0, the mean is no sample.
     """
-    flat, previous = mean.to(get_working_dtype(mean.dtype)), state["seen"]
+    flat, previous = mean.to(get_working_dtype(mean.dtype)), state["sums"]
     added = {"total": flat}
     for name, layer in Layout.from_state(state["layout"]).layers_by_name.items() if num_accumulated else ():
         rows = layer.read_slices(flat, 0, layer.num_slices)
@@ -77,7 +77,7 @@ def add_mean(state: State, mean: Tensor, num_accumulated: int) -> State:
         for key, value in added.items()
     }
     counts = {"samples": state["samples"] + (num_accumulated > 0), "added": state["added"] + 1}
-    return {**state, **counts, "seen": {**previous, **sums}}
+    return {**state, **counts, "sums": {**previous, **sums}}
 
 
 def solve_bases(state: State, ratio: float | None, left_out: float, solve: BasisSolver) -> State:
@@ -89,7 +89,7 @@ def solve_bases(state: State, ratio: float | None, left_out: float, solve: Basis
       left_out: Share of the variance that bases need not explain.
       solve: Solver of each basis.
     """
-    samples, count = state["seen"], state["samples"]
+    samples, count = state["sums"], state["samples"]
     total = (samples["total"] / state["added"]).nan_to_num_(0.0, 0.0, 0.0)
     bases, means = {}, {}
     for name, layer in Layout.from_state(state["layout"]).layers_by_name.items():

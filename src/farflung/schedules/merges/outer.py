@@ -56,7 +56,7 @@ class Outer(Merge):
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
         """Returns the change since the anchor; no copy is saved if the mean is applied before the next step."""
         update = bucket.copy_weights().sub_(get_anchor(state))
-        return (update.clone(), {"own": update}) if delay else (update, {})
+        return (update.clone(), {"contribution": update}) if delay else (update, {})
 
     @override
     def apply(
@@ -66,7 +66,7 @@ class Outer(Merge):
         has_recent = state.has_updates and (self.keep or not delay)
         local = bucket.copy_weights() if has_recent or self.mix else anchor
         if has_recent:
-            recent = local.sub(anchor).sub_(saved["own"])
+            recent = local.sub(anchor).sub_(saved["contribution"])
         if mean is not None:
             anchor.add_(self._compute_direction(state, mean), alpha=self.rate)
         weights = anchor if recent is None else recent.add_(anchor)

@@ -65,15 +65,15 @@ class Pull(Merge):
 
     @override
     def init(self, weights: Tensor) -> MergeState:
-        return MergeState(weights, local={"given": weights.clone()})
+        return MergeState(weights, local={"base": weights.clone()})
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the updates since the last block; ``left`` is the share of the block that pulls have not removed."""
+        """Returns the updates since the last block; ``remaining_share`` is that which pulls have not removed."""
         weights = bucket.copy_weights()
-        block = weights - state.local["given"]
-        state.local["given"] = weights
-        return block.clone(), {"own": block, "left": 1.0}
+        block = weights - state.local["base"]
+        state.local["base"] = weights
+        return block.clone(), {"contribution": block, "remaining_share": 1.0}
 
     @override
     def apply(
@@ -81,7 +81,7 @@ class Pull(Merge):
     ) -> None:
         recent = _compute_recent(bucket, state)
         if mean is None:
-            state.local["given"].sub_(saved["own"], alpha=saved["left"])
+            state.local["base"].sub_(saved["contribution"], alpha=saved["remaining_share"])
         else:
             get_anchor(state).add_(mean)
         share = self.share
@@ -98,12 +98,12 @@ class Pull(Merge):
 
 def _compute_recent(bucket: MergeBucket, state: MergeState) -> Tensor | None:
     """Returns the updates since the last block, if there are any."""
-    return bucket.copy_weights().sub_(state.local["given"]) if state.has_updates else None
+    return bucket.copy_weights().sub_(state.local["base"]) if state.has_updates else None
 
 
 def _pull_bucket(bucket: MergeBucket, state: MergeState, share: float, recent: Tensor | None) -> None:
-    contributed = state.local["given"].lerp_(get_anchor(state), share)
+    contributed = state.local["base"].lerp_(get_anchor(state), share)
     for block in state.pending:
-        block["left"] *= 1 - share
+        block["remaining_share"] *= 1 - share
     state.has_diverged = share < 1
     bucket.load_weights(contributed if recent is None else contributed + recent)

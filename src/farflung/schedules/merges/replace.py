@@ -33,10 +33,10 @@ class Replace(Merge):
         """Returns the gradient itself if it is due immediately, otherwise a copy."""
         if not delay:
             return bucket.gradient, {}
-        saved = {"own": bucket.gradient.clone()}
+        saved = {"contribution": bucket.gradient.clone()}
         if self.correction:
-            saved["at"] = bucket.copy_weights()
-        return saved["own"].clone(), saved
+            saved["weights"] = bucket.copy_weights()
+        return saved["contribution"].clone(), saved
 
     @override
     def apply(
@@ -44,6 +44,6 @@ class Replace(Merge):
     ) -> None:
         if mean is None:
             return
-        if "at" in saved:
-            mean = mean + self.correction * mean * mean * bucket.copy_weights().sub_(saved["at"])
+        if "weights" in saved:
+            mean = mean + self.correction * mean * mean * bucket.copy_weights().sub_(saved["weights"])
         bucket.load_gradient(mean)

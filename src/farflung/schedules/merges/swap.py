@@ -32,7 +32,7 @@ class Swap(Merge):
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
         """Returns the updates since the last block."""
         block = _compute_recent(bucket, state)
-        return block.clone(), {"own": block}
+        return block.clone(), {"contribution": block}
 
     @override
     def apply(
@@ -55,5 +55,5 @@ def _compute_base(state: MergeState, *oldest: State) -> Tensor:
     """Returns the sum of the anchor and all blocks in flight, of which ``oldest`` come first."""
     total = get_anchor(state).clone()
     for block in (*oldest, *state.pending):
-        total.add_(block["own"])
+        total.add_(block["contribution"])
     return total
