@@ -101,7 +101,7 @@ def test_the_weighted_mean_expects_to_be_the_mean_gradient(size: int, rule: str)
             for sampler in samplers
         ]
         for several in zip(*passes, strict=True):
-            means = [drawn.weigh(losses(model, batch)) for drawn, batch in several]
+            means = [drawn.reduce_losses(losses(model, batch)) for drawn, batch in several]
             estimates.append(torch.autograd.grad(torch.stack(means).mean(), model.weights)[0])
     found = torch.stack(estimates).double()
     error = found.std(dim=0) / len(found) ** 0.5

@@ -441,7 +441,7 @@ def scores(
     total = torch.zeros(2)
     for ids in torch.arange(rank, len(test), size).split(500):
         part = test.take(ids, train=False)
-        total += torch.stack([work.metric(mean, part).sum(), work.loss(mean, part).sum()])
+        total += torch.stack([work.compute_metrics(mean, part).sum(), work.compute_losses(mean, part).sum()])
     if size > 1:
         dist.all_reduce(total)
     accuracy, loss = (total / len(test)).tolist()

@@ -159,7 +159,7 @@ def test_rare_classes_of_covertype(made: Callable[[], Any], share: float) -> Non
     task = made()
     assert create_workload(f"benchmarks.workloads.covtype:{made.__name__}").name == task.name
     try:
-        train, test = task.datasets()
+        train, test = task.load_datasets()
     except DataError as error:
         pytest.skip(str(error))
     if share:

@@ -312,8 +312,8 @@ def test_a_hostile_device_on_real_sockets(monkeypatch: pytest.MonkeyPatch) -> No
     def honest(place: int, runtime: Any) -> None:
         devices.append(device(runtime, holding(place)))
         runtime.drive(devices[-1].run())
-        mailbox = runtime.view.mailbox
-        dropped.append(mailbox.dropped)
+        mailbox = runtime.session.mailbox
+        dropped.append(mailbox.num_dropped)
         assert mailbox.unreceived_nbytes <= (DEVICES + 2) * KEPT_NBYTES
 
     def hostile(runtime: Any) -> dict[str, int]:

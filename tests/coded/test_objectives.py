@@ -55,10 +55,10 @@ def from_its_definition(name: str, margins: Tensor, targets: Tensor) -> Tensor:
 def test_loss_and_derivative(name: str, samples: int, spread: float) -> None:
     margins, targets = drawn(name, samples, spread)
     before = margins.clone(), targets.clone()
-    total, slopes = TABLE[name].loss(margins, targets)
+    total, slopes = TABLE[name].compute_loss(margins, targets)
     assert torch.equal(margins, before[0])
     assert torch.equal(targets, before[1])
-    assert TABLE[name].outputs(targets) == slopes.shape[1] == 3
+    assert TABLE[name].count_outputs(targets) == slopes.shape[1] == 3
     free = margins.requires_grad_()
     expected = 0.3 * from_its_definition(name, free, targets)
     (gradient,) = torch.autograd.grad(expected, free)
@@ -71,7 +71,7 @@ def test_curvature_bounds_the_second_derivative(name: str) -> None:
     curvature = TABLE[name].curvature
     margins, targets = drawn(name, 500, spread=1.0)
     way = torch.randn(margins.shape, generator=create_generator(1), dtype=torch.float64)
-    slopes, further = (TABLE[name].loss(at, targets)[1] for at in (margins, margins + 1e-4 * way))
+    slopes, further = (TABLE[name].compute_loss(at, targets)[1] for at in (margins, margins + 1e-4 * way))
     bends = ((further - slopes) * way).sum(dim=1) / 1e-4
     assert bool((bends <= 0.3 * curvature * (way * way).sum(dim=1) * (1 + 1e-6)).all())
 
@@ -96,7 +96,7 @@ def test_gradient_of_the_whole_objective(name: str, fit_intercept: bool) -> None
     whole = 0.5 * (penalised**2).sum() + 0.3 * loss
     (gradient,) = torch.autograd.grad(whole, weights)
     found = weights.detach()
-    lost, slopes = objective.loss(run(problem.compute_margins(found)), targets)
+    lost, slopes = objective.compute_loss(run(problem.compute_margins(found)), targets)
     penalty, shrinking = problem.compute_penalty(found)
     assert lost + penalty == pytest.approx(float(whole.detach()), rel=1e-12)
     torch.testing.assert_close(run(problem.multiply_transposed(slopes)) + shrinking, gradient)
@@ -107,8 +107,8 @@ def test_weights_of_samples_repeat_them(name: str) -> None:
     margins, targets = drawn(name, 30)
     counts = torch.arange(30) % 4
     factors = counts.to(torch.float64)[:, None]
-    loss, slopes = TABLE[name].loss(margins, targets, factors)
-    due, apart = TABLE[name].loss(
+    loss, slopes = TABLE[name].compute_loss(margins, targets, factors)
+    due, apart = TABLE[name].compute_loss(
         margins.repeat_interleave(counts, dim=0), targets.repeat_interleave(counts, dim=0)
     )
     assert loss == pytest.approx(due, rel=1e-12)
@@ -116,7 +116,7 @@ def test_weights_of_samples_repeat_them(name: str) -> None:
     torch.testing.assert_close(slopes, sums)
     if name != "multinomial":
         spread = factors.expand_as(margins).contiguous()
-        assert TABLE[name].loss(margins, targets, spread)[0] == pytest.approx(loss, rel=1e-12)
+        assert TABLE[name].compute_loss(margins, targets, spread)[0] == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -125,11 +125,11 @@ def test_the_curvature_of_a_shift_is_its_second_derivative(name: str, weighted: 
     """Along shifts that change the losses."""
     margins, targets = drawn(name, 200, spread=0.3)
     factors = torch.arange(200, dtype=torch.float64)[:, None] % 3 if weighted else None
-    slopes = TABLE[name].loss(margins, targets, factors)[1]
+    slopes = TABLE[name].compute_loss(margins, targets, factors)[1]
     curvature = TABLE[name].compute_shift_curvature(margins, slopes, targets, factors)
     shift = torch.tensor([1.0, -2.0, 1.0], dtype=torch.float64)
     ahead, behind = (
-        TABLE[name].loss(margins + length * shift, targets, factors)[1].sum(dim=0) for length in (1e-7, -1e-7)
+        TABLE[name].compute_loss(margins + length * shift, targets, factors)[1].sum(dim=0) for length in (1e-7, -1e-7)
     )
     torch.testing.assert_close(curvature @ shift, (ahead - behind) / 2e-7, rtol=1e-5, atol=1e-5)
 

@@ -78,7 +78,7 @@ def test_the_optimum_is_found(name: str) -> None:
     solver, objective, classes = TABLE[name]
     matrix, _, targets = data_of(objective, classes)
     state = run(solve(solver, Problem(InMemoryProducts(matrix), objective, targets), max_iterations=3000))
-    assert state.converged
+    assert state.has_converged
     assert state.objective == pytest.approx(value(objective, matrix, targets, state.weights), rel=1e-12)
     least = optimum(objective, classes)
     assert -1e-9 < state.objective / least - 1 < (1e-6 if name == "gd hinge" else 1e-9)
@@ -89,14 +89,14 @@ def test_resumed_in_mid_run_the_bits_are_the_same(name: str, tmp_path: Path) -> 
     solver, objective, classes = TABLE[name]
     problem = problem_of(objective, classes)
     half = run(solve(solver, problem, max_iterations=7))
-    assert not half.converged
-    save_tree(tmp_path / "state.safetensors", half.tree())
+    assert not half.has_converged
+    save_tree(tmp_path / "state.safetensors", half.to_tree())
     again = solver.restore_state(load_tree(tmp_path / "state.safetensors"))
     through, resumed = (
         run(solve(solver, problem, max_iterations=20, state=state)) for state in (half, again)
     )
     assert through.iterations > 7
-    assert differences(through.tree(), resumed.tree()) == []
+    assert differences(through.to_tree(), resumed.to_tree()) == []
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -154,7 +154,7 @@ def test_errors_of_decoding_do_no_harm(name: str) -> None:
     matrix, _, targets = data_of(objective, classes)
     products: Products = Noisy(matrix, 1e-11)
     state = run(solve(solver, Problem(products, objective, targets), max_iterations=300))
-    assert state.converged
+    assert state.has_converged
     assert state.objective == pytest.approx(optimum(objective, classes), rel=1e-7)
 
 
@@ -311,7 +311,7 @@ def test_samples_that_say_nothing(solver: Solver[Any]) -> None:
     targets = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     problem = Problem(InMemoryProducts(torch.zeros(2, 3, dtype=torch.float64)), Logistic(), targets)
     state = run(solve(solver, problem, max_iterations=10))
-    assert state.converged
+    assert state.has_converged
     assert float(state.weights.abs().max()) < 1e-9
 
 

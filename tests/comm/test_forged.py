@@ -99,7 +99,7 @@ def sums(members: Group, between: int) -> list[torch.Tensor]:
         tensor = torch.rand(5000, generator=torch.Generator().manual_seed(number))
         members.comms[1].send(Payload((tensor,)), 0, tag(number))
         arrived = members.comms[0].recv(1, tag(number))
-        members.until(lambda arrived=arrived: arrived.done)  # type: ignore[misc]
+        members.until(lambda arrived=arrived: arrived.is_done)  # type: ignore[misc]
         (came,) = arrived.result().iter_tensors()
         total = total + came
         found.append(total)

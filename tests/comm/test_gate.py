@@ -76,7 +76,7 @@ def encrypted(clock: Clock) -> Iterator[Sealed]:
 def members(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Group]:
     """Rank 0 lets others in already, which have not come yet; their clock stands still."""
     group = request.param(SIZE)
-    group.comms[0].view.connect(group.peers)
+    group.comms[0].session.connect(group.peers)
     yield group
     group.close()
 

@@ -62,7 +62,7 @@ def test_a_tensor_arrives_in_the_memory_that_is_named_for_it(several: Group) -> 
         several.comms[0].post_recv_buffer(1, tag(number), into)
         several.comms[1].send(Payload((tensor, torch.ones(2))), 0, tag(number))
         arrived = several.comms[0].recv(1, tag(number))
-        several.until(lambda arrived=arrived: arrived.done)  # type: ignore[misc]
+        several.until(lambda arrived=arrived: arrived.is_done)  # type: ignore[misc]
         came, beside = arrived.result().iter_tensors()
         assert same_bits(came, tensor)
         assert same_bits(beside, torch.ones(2))
@@ -272,7 +272,7 @@ def sums(members: Group, between: int, seed: int) -> list[torch.Tensor]:
         tensor = torch.rand(5000, generator=torch.Generator().manual_seed(number))
         members.comms[1].send(Payload((tensor,)), 0, tag(number))
         arrived = members.comms[0].recv(1, tag(number))
-        members.until(lambda arrived=arrived: arrived.done)  # type: ignore[misc]
+        members.until(lambda arrived=arrived: arrived.is_done)  # type: ignore[misc]
         (came,) = arrived.result().iter_tensors()
         total = total + came
         found.append(total)

@@ -125,7 +125,7 @@ def test_who_has_said_farewell_and_goes_has_left_although_something_is_missing(
 
 def test_those_who_leave_together_see_each_other_leave(group: Callable[..., Group]) -> None:
     members = group(3)
-    in_threads(*(lambda comm=comm: comm.view.leave(None) for comm in members.comms))
+    in_threads(*(lambda comm=comm: comm.session.leave(None) for comm in members.comms))
     for comm in members.comms:
         assert comm.session._left_ranks == {0, 1, 2} - {comm.rank}
 

@@ -115,7 +115,7 @@ class Ended:
         """Those that have done all steps and are in the newest view of these."""
         done: list[Any] = [replica for replica in self.replicas if replica.completed_steps == self.steps]
         done = [
-            replica for replica in done if not replica.runtime.elastic.joins
+            replica for replica in done if not replica.runtime.elastic.is_joining
         ]  # these have followed to the end
         newest = max((one.runtime.elastic.view_number for one in done), default=0)
         return [one for one in done if one.runtime.elastic.view_number == newest]
@@ -125,14 +125,14 @@ def note(elastic: Any, ended: Ended) -> None:
     """Note the step of each exchange of steps that is whole at a member, and the ranks that contributed, by number."""
     made: dict[int, tuple[int, set[int]]] = {}
     log = elastic.agreement.log
-    hold, adopt = log._hold, log._adopt
+    hold, adopt = log._store_result, log._adopt_result
 
     def noted_hold(logged: Any, value: Any) -> None:
         if logged.exchange in (
             Purpose.STEP.build_exchange_id(logged.step),
             Purpose.FLUSH.build_exchange_id(logged.step),
         ):
-            made[logged.number] = logged.step, set(elastic.roster.list_contributors(logged.begun))
+            made[logged.number] = logged.step, set(elastic.roster.list_contributors(logged.begun_step))
         hold(logged, value)
 
     async def noted_adopt(logged: Any, view: View, giver: int) -> None:
@@ -142,7 +142,7 @@ def note(elastic: Any, ended: Ended) -> None:
         if of_others:
             made[logged.number] = of_others[0][logged.number]
 
-    elastic.made, log._hold, log._adopt = made, noted_hold, noted_adopt
+    elastic.made, log._store_result, log._adopt_result = made, noted_hold, noted_adopt
 
 
 def run(
@@ -245,14 +245,14 @@ def check(ended: Ended) -> None:
     counts = Counter(position for one in sampler._returned_ranges for position in one)
     for step in range(ended.steps):
         taken, count = next(one._latest[step] for one in known if step in one._latest)  # type: ignore[attr-defined]
-        for place, rank in enumerate(elastic.at(step).ranks):
+        for place, rank in enumerate(elastic.find_change(step).ranks):
             positions = _part(taken, place * count, count)
             returned = any(
-                rank in change.lost and step in change.again and change.step < ended.steps
+                rank in change.lost_ranks and step in change.repeated_steps and change.step < ended.steps
                 for change in elastic.changes
             )
             counts.update([] if returned else positions)
-            drawn: Any = ended.replicas[rank].parts.sampler
+            drawn: Any = ended.replicas[rank].components.sampler
             assert returned or ended.replicas[rank] not in survivors or drawn.drawn[step] == positions
     assert counts == Counter(range(sampler._cursor))
     assert ended.samples == {counts.total() - sum(map(len, sampler._returned_ranges))}
@@ -261,10 +261,10 @@ def check(ended: Ended) -> None:
         known_made: Any = replica.runtime.elastic
         for step, ranks in known_made.made.values():
             contributed[step] = contributed.get(step, ranks) & ranks
-    begun = min(elastic.roster.begins.get(replica.runtime.comm.rank, 0) for replica in survivors)
+    begun = min(elastic.roster.first_steps.get(replica.runtime.comm.rank, 0) for replica in survivors)
     for step in range(begun, max(contributed, default=-1) + 1):
-        lacking = set(elastic.at(step).ranks) - contributed[min(at for at in contributed if at >= step)]
-        given_back = {rank for change in elastic.changes if step in change.again for rank in change.lost}
+        lacking = set(elastic.find_change(step).ranks) - contributed[min(at for at in contributed if at >= step)]
+        given_back = {rank for change in elastic.changes if step in change.repeated_steps for rank in change.lost_ranks}
         assert lacking <= given_back, f"batches of {lacking - given_back} at step {step} are in no update"
 
 
@@ -425,7 +425,7 @@ def test_results_are_freed_without_the_garbage_collector(
         given = logged.make.__closure__ or ()
         held.extend(weakref.ref(cell.cell_contents) for cell in given if torch.is_tensor(cell.cell_contents))
         hold(self, logged, value)
-        held.extend(map(weakref.ref, logged.kept))
+        held.extend(map(weakref.ref, logged.stored_result))
 
     monkeypatch.setattr(ExchangeLog, "_store_result", noted)
     gc.disable()
@@ -459,7 +459,7 @@ def test_with_a_quorum_of_one_parts_go_on_alone() -> None:
 def views_of(ended: Ended) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Which ranks each view is without and which come to it, as a member of all views knows it."""
     elastics: list[Any] = [replica.runtime.elastic for replica in ended.survivors]
-    return [(change.lost, change.joined) for change in max((one.changes for one in elastics), key=len)[1:]]
+    return [(change.lost_ranks, change.joined_ranks) for change in max((one.changes for one in elastics), key=len)[1:]]
 
 
 @pytest.mark.parametrize("fault", ["hang", *thorough("cut")])
@@ -493,7 +493,7 @@ def test_one_that_is_back_after_the_end_of_the_run_ends_by_name() -> None:
     assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 2]
     elastic: Any = ended.replicas[1].runtime.elastic
     assert "no agreement on view 2" in str(elastic.agreement.error)
-    assert elastic._runtime.now() < 10 + 2 * DEADLINE_S + 2, "it does not wait for processes that have ended"
+    assert elastic._runtime.read_clock() < 10 + 2 * DEADLINE_S + 2, "it does not wait for processes that have ended"
 
 
 def test_one_whose_first_step_is_beyond_the_last_of_the_run_leaves() -> None:
@@ -559,7 +559,7 @@ def test_one_that_flaps_comes_back_later_each_time() -> None:
     ended = run(3, plan, **{**LONG, "steps": 1500})
     check(ended)
     elastic: Any = ended.survivors[0].runtime.elastic
-    back = [change.time_s for change in elastic.changes if change.joined]
+    back = [change.time_s for change in elastic.changes if change.joined_ranks]
     delays = [t - (1.0 + 5 * number) for number, t in enumerate(back)]
     assert len(delays) == 3
     assert delays[0] < 0.2
@@ -601,7 +601,7 @@ def test_one_that_joins_exchanges_by_the_collectives_that_the_others_have_chosen
 
     def choose(self: PaxosMembership, runtime: Any, *options: Any, members: list[int], **more: Any) -> None:
         if runtime.comm.rank in members:
-            runtime.comm.auto = chosen
+            runtime.comm.auto_collectives = chosen
         init(self, runtime, *options, members=members, **more)
 
     monkeypatch.setattr(PaxosMembership, "__init__", choose)
@@ -713,7 +713,7 @@ def test_one_that_joins_ends_by_name_where_none_has_the_state(name: str, schedul
     ended = run(3, WITHOUT_STATE[name].join(2, at_s=0.25), f"synchronous(schedule='{schedule}')")
     check(ended)
     elastic: Any = ended.replicas[2].runtime.elastic
-    assert elastic.joins
+    assert elastic.is_joining
     assert str(elastic.agreement.error) == "rank 2 cannot begin: members 0, 1 are lost or silent"
 
 
@@ -761,7 +761,7 @@ def test_one_that_cannot_leave_by_a_view_has_not_left() -> None:
     assert "no agreement on view 2" in str(ended.error)
     elastic: Any = ended.replicas[1].runtime.elastic
     assert type(elastic.agreement.error) is RunLost
-    assert elastic.agreement.leaves.error is elastic.agreement.error
+    assert elastic.agreement.leave_result.error is elastic.agreement.error
 
 
 def test_a_result_that_is_given_teaches_what_all_share() -> None:
@@ -846,7 +846,7 @@ def test_a_pair_whose_connection_breaks_again_and_again_stays(
     check(ended)
     assert [replica.runtime.comm.rank for replica in ended.survivors] == list(range(size))
     elastic: Any = ended.replicas[pair[0]].runtime.elastic
-    assert [change.lost for change in elastic.changes] == [()] * (breaks + 1)
+    assert [change.lost_ranks for change in elastic.changes] == [()] * (breaks + 1)
 
 
 def test_a_run_ends_by_name_where_the_agreement_fails(monkeypatch: pytest.MonkeyPatch) -> None:

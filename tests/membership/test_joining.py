@@ -179,7 +179,7 @@ def test_malformed_news_lose_their_sender(
     ended = slow_run(homes, "synchronous", FaultPlan().join(3, at_s=0.3), 4)
     assert ended.error is None
     joiner: Any = ended.replicas[3].runtime.elastic
-    assert joiner.agreement.connections.malformed == {"1"}
+    assert joiner.agreement.connections.malformed_names == {"1"}
 
 
 def plan_of(seed: int) -> tuple[int, int, FaultPlan, str, str]:

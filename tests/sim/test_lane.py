@@ -140,7 +140,7 @@ def test_the_rounds_of_powersgd() -> None:
     reducer = PowerSGD(rank=1, collective="all_gather")
     assert ended(2, reducer, coding) == pytest.approx([0.1 + 0.5 + 0.03 + 0.5 + 0.2] * 2)
     (reduced, _), _ = driven(2, partial(exchange, reducer=reducer), coding)
-    assert reduced.learn is not None
+    assert reduced.update_state is not None
 
 
 def test_the_rounds_of_shared_scales() -> None:

@@ -27,11 +27,11 @@ VALUES = as_messages(DATA.get_rows(torch.arange(100)))
 def step(stream: Any, samples: Any, number: int) -> list[int]:
     """The labels of what the step has used, which say which samples they were."""
     arrivals = stream.poll(0.0, number)
-    while arrivals.ready is not None:
-        arrivals.ready.wait()
+    while arrivals.next_poll is not None:
+        arrivals.next_poll.wait()
         arrivals = stream.poll(0.0, number)
     ids = arrivals.ids[: arrivals.count]
-    labels: list[int] = samples.rows(ids).targets.tolist()
+    labels: list[int] = samples.get_rows(ids).targets.tolist()
     stream.commit(ids, step=number)
     return labels
 

@@ -226,7 +226,7 @@ def test_the_store_of_one_machine_is_on_loopback() -> None:
         port = probe.getsockname()[1]
     ranks = [LaunchEnv(rank, 2, rank, 2, master=("127.0.0.1", str(port))) for rank in range(2)]
     before = listening()
-    stores = in_threads(*(lambda one=one: one.store(30.0) for one in ranks))
+    stores = in_threads(*(lambda one=one: one.connect_store(30.0) for one in ranks))
     one, other = stores
     assert isinstance(one, dist.Store)
     assert isinstance(other, dist.Store)
@@ -277,7 +277,7 @@ def test_a_replica_that_waits_for_the_others_is_stopped(tmp_path: Path) -> None:
 
 def test_native_collectives_listen_where_they_are_told_alone() -> None:
     before = listening()
-    runtimes = joined(2, native=True, endpoint=Endpoint("127.0.0.2"))
+    runtimes = joined(2, is_native=True, endpoint=Endpoint("127.0.0.2"))
     try:
         added = listening() - before
         assert {address for address, _ in added} == {"127.0.0.2"}

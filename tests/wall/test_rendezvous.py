@@ -312,5 +312,5 @@ def test_the_backends_collectives_find_no_keys_of_an_earlier_meeting(monkeypatch
     monkeypatch.setattr("farflung.wall.runtime._create_gloo", group)
     store = dist.HashStore()
     for _ in range(2):
-        parted(joined(2, store, native=True))
+        parted(joined(2, store, is_native=True))
     assert found == [False] * 4

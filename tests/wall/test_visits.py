@@ -66,7 +66,7 @@ class Run:
         guest.announce(runtime)
         elastic = self._elastic(runtime, guest.members, guest=guest)
         elastic.admitted = Pending[View]()
-        install = elastic.agreement.install
+        install = elastic.agreement.install_view
 
         def noted(view: View) -> None:
             install(view)
@@ -75,7 +75,7 @@ class Run:
         async def ask() -> None:
             elastic.agreement.joiner._request_admission()
 
-        elastic.agreement.install = noted
+        elastic.agreement.install_view = noted
         runtime.launch(ask())
         return elastic
 
@@ -194,12 +194,12 @@ def test_one_that_joins_itself_is_asked_later(
     run: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = run(2)
-    monkeypatch.setattr(type(one.members[0]), "joins", True)
+    monkeypatch.setattr(type(one.members[0]), "is_joining", True)
     asked = list[float]()
 
     def passes(seconds: float) -> None:
         asked.append(seconds)
-        one.members[0].joins = False
+        one.members[0].is_joining = False
 
     monkeypatch.setattr(time, "sleep", passes)
     assert one.guest(one.access.addresses[0]).rank == 2

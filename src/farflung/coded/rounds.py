@@ -165,7 +165,7 @@ class Round:
             return
         answers[number] = pad(product, (0, 0, 0, end - begin - rows)) if rows < end - begin else product
         decoder.add(number, build_matrix([block], self.unknowns)[0])
-        if (plan := decoder.plan()) is not None:
+        if (plan := decoder.find_plan()) is not None:
             for total, part in zip(self.products, plan.apply(answers), strict=True):
                 if begin < len(total):
                     total[begin:end] = part[: len(total[begin:end])]
