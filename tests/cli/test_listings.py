@@ -92,8 +92,8 @@ def test_one_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Zeng et al. 2021" in capsys.readouterr().out
     assert main(["list", "codecs", "topk"]) == 0
     table = plain(capsys.readouterr().out)
-    assert "name topk what Keeps the density fraction of entries" in table
-    assert "density: fraction of entries sent" in table
+    assert "name topk summary Codec that keeps the density fraction of entries" in table
+    assert "density: Fraction of entries sent" in table
     assert "options density=0.01" in table
     assert main(["list", "workloads", "synthetic/quadratic", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
@@ -112,7 +112,7 @@ def test_codecs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert found["qsgd"][1] == "needs none"
     assert found["sign"] == (pytest.approx(1 / 8, rel=1e-3), "wants it")
     assert rows["topk"]["options"] == "density=0.01"
-    assert "identity Sends the dense tensor. 4 0.0% needs none" in table
+    assert "identity Codec that sends the dense tensor. 4 0.0% needs none" in table
 
 
 def test_workloads(capsys: pytest.CaptureFixture[str]) -> None:
