@@ -341,7 +341,7 @@ class Group:
         for a, b in ((src, dst), (dst, src)):
             self.comms[a].send(numbered(number), b, tag(number))
             arrived = self.comms[b].recv(a, tag(number))
-            self.until(partial(getattr, arrived, "done"))
+            self.until(partial(getattr, arrived, "is_done"))
             assert number_in(arrived.result()) == number
 
     def raw(self, src: int, dst: int, *frames: bytes) -> None:

@@ -244,7 +244,7 @@ def check(ended: Ended) -> None:
     known = [replica.components.sampler for replica in (*survivors, *ended.replicas)]
     counts = Counter(position for one in sampler._returned_ranges for position in one)
     for step in range(ended.steps):
-        taken, count = next(one._latest[step] for one in known if step in one._latest)  # type: ignore[attr-defined]
+        taken, count = next(one._history[step] for one in known if step in one._history)  # type: ignore[attr-defined]
         for place, rank in enumerate(elastic.find_change(step).ranks):
             positions = _part(taken, place * count, count)
             returned = any(

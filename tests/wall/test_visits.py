@@ -70,7 +70,7 @@ class Run:
 
         def noted(view: View) -> None:
             install(view)
-            elastic.admitted.set(view)
+            elastic.admitted.set_result(view)
 
         async def ask() -> None:
             elastic.agreement.joiner._request_admission()

@@ -468,7 +468,7 @@ class Follower:
                 del self._waiting_exchanges[key]
                 logged.number = number
                 self.followed_exchanges[number] = logged
-                logged.result.set(
+                logged.result.set_result(
                     logged.values.unpack(tuple(tensor.clone() for tensor in self.results[number]))
                 )
 
