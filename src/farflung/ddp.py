@@ -59,7 +59,7 @@ def ddp_hook(
     deadline_s: float = 60.0,
     endpoint: Endpoint = Endpoint(),
 ) -> "tuple[HookState, Callable[[HookState, dist.GradBucket], torch.futures.Future[Tensor]]]":
-    """Builds a communication hook from a codec or reducer.
+    """Builds a DDP communication hook and its state from a codec or reducer.
 
     Register it by ``ddp.register_comm_hook(*farflung.ddp_hook("int8"))``. All ranks of the group must call this before
     the first backward pass. They connect here, or with the first bucket if there is no process group yet. Gradients
@@ -325,6 +325,7 @@ class HookState:
         return future
 
     def _start_exchange(self, bucket: dist.GradBucket, is_delayed: bool) -> torch.futures.Future[Tensor]:
+        """Adds one of DDP's buckets to the exchanges of this step and returns the future of its mean."""
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)

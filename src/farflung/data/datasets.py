@@ -176,6 +176,7 @@ class Holding(Subset):
 
     @override
     def get_rows(self, ids: SampleIds) -> Batch:
+        """Returns the rows at the places ``ids``, received ones included."""
         row = self._received_index[ids]
         is_received = row >= 0
         if self._received_rows is None or not is_received.any():

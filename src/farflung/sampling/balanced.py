@@ -155,6 +155,7 @@ class _BalancedBatches(Extension):
 
     @override
     async def finish_step(self, result: StepResult) -> None:
+        """Records the step's computing time; if a choice is due, awaits rank 0's samples per rank and sets them."""
         self._sampler.record_compute(result.samples, result.compute_s)
         speeds = self._sampler.collect_speeds(result.outcome.sums)
         if speeds is None:

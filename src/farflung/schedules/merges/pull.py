@@ -57,6 +57,7 @@ class Pull(Merge):
 
     @override
     def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Rejects an optimizer with momentum of 1 or more."""
         momentum = get_momentum(optimizer)
         if momentum >= 1:
             raise ConfigError(
@@ -69,7 +70,7 @@ class Pull(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the updates since the last block; ``remaining_share`` is that which pulls have not removed."""
+        """Returns the updates since the last contribution; ``saved`` has the share not yet removed by pulls."""
         weights = bucket.copy_weights()
         block = weights - state.local["base"]
         state.local["base"] = weights
@@ -79,6 +80,7 @@ class Pull(Merge):
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
+        """Moves the anchor, or reverts the local update if ``mean`` is ``None``; then pulls towards the anchor."""
         recent = _compute_recent(bucket, state)
         if mean is None:
             state.local["base"].sub_(saved["contribution"], alpha=saved["remaining_share"])

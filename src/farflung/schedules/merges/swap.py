@@ -38,6 +38,7 @@ class Swap(Merge):
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
+        """Replaces the local update by the mean, or only reverts it if ``mean`` is ``None``."""
         recent = _compute_recent(bucket, state, saved) if state.has_updates else None
         if mean is not None:
             get_anchor(state).add_(mean)
@@ -46,6 +47,7 @@ class Swap(Merge):
 
 
 def _compute_recent(bucket: MergeBucket, state: MergeState, *oldest: State) -> Tensor:
+    """Returns the local updates since the last contribution; zeros if the optimizer has not stepped."""
     if not state.has_updates:
         return torch.zeros_like(get_anchor(state))
     return bucket.copy_weights().sub_(_compute_base(state, *oldest))
