@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farflung.calibration.coding import CodingTask, measure_coding, select_specs
 from farflung.calibration.probes import measure_message_costs, measure_peak_nbytes, measure_step_s
-from farflung.calibration.sharing import ProcessorLoad, run_neighbours
+from farflung.calibration.processor_load import ProcessorLoad, run_neighbours
 from farflung.config import Training
 from farflung.devices import (
     CodingRates,
