@@ -94,7 +94,9 @@ def _list_recipes() -> Listing:
         row: Row = {
             "name": name, "summary": summary, "parts": parts, "attach_alone": attach == "yes", "attach": attach
         }  # fmt: skip
-        changes = [f"{family} {member}" for family, member in parts.items() if member != defaults[family]]
+        changes = [
+            f"{family} {component}" for family, component in parts.items() if component != defaults[family]
+        ]
         text = ", ".join(changes) or "the plain ones"
         return row, {"recipe": name, "what": summary, "parts of its own": text, "with attach": attach}
 

@@ -106,7 +106,7 @@ def simulate(
       sink: Sink for the events of all replicas.
       should_stop: Function that returns True after a stop request; all replicas then stop after the same step.
       settings: Settings of the command by name (``steps``, ``learning_rate``, ``partition``, ``network``, ``device``,
-        ``faults`` and so on). ``network``, ``device``, ``faults``, ``partition`` and recipe members may be objects.
+        ``faults`` and so on). ``network``, ``device``, ``faults``, ``partition`` and recipe components may be objects.
 
     Raises:
       BadInput: The input is invalid; raised before the run starts.

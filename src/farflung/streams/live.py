@@ -108,8 +108,8 @@ class MessageSource(ABC):
     def count_messages(self) -> Mapping[int, tuple[float, int]]:
         """Returns for each partition a time and the number of messages that it had received by then, read or not.
 
-        Times are seconds of this machine's clock. Partitions with an unknown count are omitted. Called only if the
-        rate is measured.
+        Times are seconds of a clock of the source, which may stop while the source is suspended. Partitions with an
+        unknown count are omitted. Called only if the rate is measured.
         """
 
     def pause(self, is_paused: bool) -> None:  # noqa: B027

@@ -72,9 +72,9 @@ class Pull(Merge):
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
         """Returns the updates since the last contribution; ``saved`` has the share not yet removed by pulls."""
         weights = bucket.copy_weights()
-        block = weights - state.local["base"]
+        local_update = weights - state.local["base"]
         state.local["base"] = weights
-        return block.clone(), {"contribution": block, "remaining_share": 1.0}
+        return local_update.clone(), {"contribution": local_update, "remaining_share": 1.0}
 
     @override
     def apply(
@@ -99,13 +99,13 @@ class Pull(Merge):
 
 
 def _compute_recent(bucket: MergeBucket, state: MergeState) -> Tensor | None:
-    """Returns the updates since the last block, if there are any."""
+    """Returns the updates since the last contribution, if there are any."""
     return bucket.copy_weights().sub_(state.local["base"]) if state.has_updates else None
 
 
 def _pull_bucket(bucket: MergeBucket, state: MergeState, share: float, recent: Tensor | None) -> None:
     contributed = state.local["base"].lerp_(get_anchor(state), share)
-    for block in state.pending:
-        block["remaining_share"] *= 1 - share
+    for saved in state.pending:
+        saved["remaining_share"] *= 1 - share
     state.has_diverged = share < 1
     bucket.load_weights(contributed if recent is None else contributed + recent)

@@ -30,9 +30,9 @@ class Swap(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the updates since the last block."""
-        block = _compute_recent(bucket, state)
-        return block.clone(), {"contribution": block}
+        """Returns the local updates since the last contribution."""
+        local_update = _compute_recent(bucket, state)
+        return local_update.clone(), {"contribution": local_update}
 
     @override
     def apply(
@@ -54,8 +54,8 @@ def _compute_recent(bucket: MergeBucket, state: MergeState, *oldest: State) -> T
 
 
 def _compute_base(state: MergeState, *oldest: State) -> Tensor:
-    """Returns the sum of the anchor and all blocks in flight, of which ``oldest`` come first."""
+    """Returns the sum of the anchor and all contributions in flight, of which ``oldest`` come first."""
     total = get_anchor(state).clone()
-    for block in (*oldest, *state.pending):
-        total.add_(block["contribution"])
+    for saved in (*oldest, *state.pending):
+        total.add_(saved["contribution"])
     return total
