@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import BoundedSemaphore, Thread
-from typing import Any
+from typing import Any, NoReturn
 
 from farflung import __version__
 from farflung.comm.visits import LENGTH, receive_exactly
@@ -67,7 +67,7 @@ def create_listener(port: int = 0) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def serve(listener: socket.socket) -> None:
+def serve(listener: socket.socket) -> NoReturn:
     """Answers probes, each connection on its own thread, until an exception such as ``KeyboardInterrupt``."""
     slots = BoundedSemaphore(MAX_CONNECTIONS)
 
