@@ -46,7 +46,7 @@ _NUM_PAIRS = 5
 _MAX_SLOWER_PAIRS = 1
 """Largest number of pairs in which the hook may be slower and still stay active."""
 TRIAL_STEPS = len(_WARM_UP) + 2 * _NUM_PAIRS
-"""Number of steps that alternate between the hook and DDP's own all-reduce with ``fall_back``."""
+"""Number of steps that alternate between the hook and DDP's own all-reduce with ``fall_back_if_slower``."""
 
 
 def ddp_hook(
@@ -59,7 +59,7 @@ def ddp_hook(
     deadline_s: float = 60.0,
     endpoint: Endpoint = Endpoint(),
 ) -> "tuple[HookState, Callable[[HookState, dist.GradBucket], torch.futures.Future[Tensor]]]":
-    """Builds a communication hook from a codec or reducer.
+    """Builds a DDP communication hook and its state from a codec or reducer.
 
     Register it by ``ddp.register_comm_hook(*farflung.ddp_hook("int8"))``. All ranks of the group must call this before
     the first backward pass. They connect here, or with the first bucket if there is no process group yet. Gradients
@@ -86,10 +86,10 @@ def ddp_hook(
     the first gradients are summed uncompressed. State and hook can be saved and copied with the DDP: see
     :class:`HookState`.
 
-    With ``fall_back``, the first 13 steps alternate between the hook and DDP's own all-reduce. The hook stays active if
-    its time, summed over the ranks, was less in at least four of the last five pairs of steps. Otherwise DDP's
-    all-reduce takes over on all ranks; see :attr:`HookState.is_active`. Timed steps synchronize with the device. DDP's
-    own all-reduce is not encrypted by farflung, and residuals of error feedback are not sent after a fallback.
+    With ``fall_back_if_slower``, the first 13 steps alternate between the hook and DDP's own all-reduce. The hook stays
+    active if its time, summed over the ranks, was less in at least four of the last five pairs of steps. Otherwise
+    DDP's all-reduce takes over on all ranks; see :attr:`HookState.is_active`. Timed steps synchronize with the device.
+    DDP's own all-reduce is not encrypted by farflung, and residuals of error feedback are not sent after a fallback.
 
     Args:
       compression: Codec or reducer, or its name with options: ``"error_feedback(topk(0.01))"``, ``"powersgd(rank=2)"``,
@@ -133,7 +133,7 @@ class _Settings(NamedTuple):
 
 def _make_state(settings: _Settings, group: dist.ProcessGroup | None = None) -> "HookState":
     """Creates a state that is not connected to the other ranks yet."""
-    reducer, fall_back, bucket_nbytes, seed, deadline_s, endpoint = settings
+    reducer, fall_back_if_slower, bucket_nbytes, seed, deadline_s, endpoint = settings
 
     def connect() -> tuple[WallRuntime, dist.ProcessGroup]:
         process_group = group or dist.group.WORLD
@@ -150,7 +150,7 @@ def _make_state(settings: _Settings, group: dist.ProcessGroup | None = None) -> 
             ),
             settings={
                 "ddp_hook": format_spec(reducer),
-                "fall_back": fall_back,
+                "fall_back_if_slower": fall_back_if_slower,
                 "bucket_nbytes": bucket_nbytes,
                 "seed": seed,
             },
@@ -325,6 +325,7 @@ class HookState:
         return future
 
     def _start_exchange(self, bucket: dist.GradBucket, is_delayed: bool) -> torch.futures.Future[Tensor]:
+        """Adds one of DDP's buckets to the exchanges of this step and returns the future of its mean."""
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)

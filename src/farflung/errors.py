@@ -50,6 +50,7 @@ class FarflungError(Exception):
 
 
 def _copy(kind: type[FarflungError], args: tuple[Any, ...], fields: dict[str, Any]) -> FarflungError:
+    """Rebuilds a pickled error without calling its constructor."""
     error = kind.__new__(kind, *args)
     vars(error).update(fields)
     return error

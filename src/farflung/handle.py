@@ -747,6 +747,7 @@ class Handle:
             )
 
     def _measure_spread(self, part: int = 0, *, has_data: bool = True) -> float:
+        """Measures how far replicas' parameters differ, relative to their norm; 0.0 if they are equal."""
         if self.size == 1:
             return 0.0
         number = self._engine.round_number
@@ -920,6 +921,7 @@ class Handle:
         return has_data
 
     def _step_optimizer(self) -> None:
+        """Runs the optimizer's step without the handle's own hooks around it."""
         self._is_stepping_optimizer = True
         try:
             self._optimizer.step()
@@ -949,6 +951,8 @@ class Handle:
         return int(total[src])
 
     def _flush(self) -> None:
+        """Completes all exchanges, averages what still differs between replicas, and ends an elastic run."""
+
         async def update(step: int) -> None:
             del step  # the loop's own learning-rate schedule has ended
             self._step_optimizer()

@@ -47,11 +47,11 @@ _QUOTED_OR_IMPORTED = re.compile(r"""('[^']*'|"[^"]*")|([A-Za-z_][\w.]*):([A-Za-
 
 
 class Registry(UserDict[str, Callable[..., T]], Generic[T]):
-    """Factories of a family's parts by name, imported on first use.
+    """Factories of a family's components by name, imported on first use.
 
     Args:
       package: Package that the factories are imported from.
-      entries: Factory, or its name in the package, for each part.
+      entries: Factory, or its name in the package, for each component.
 
     >>> Registry("fractions", {"share": "Fraction"})["share"](1, 2)
     Fraction(1, 2)
@@ -60,13 +60,13 @@ class Registry(UserDict[str, Callable[..., T]], Generic[T]):
     def __init__(self, package: str, entries: Mapping[str, str | Callable[..., T]]) -> None:
         super().__init__()
         self.data: dict[str, Any] = {
-            name: (package, member) if isinstance(member, str) else member for name, member in entries.items()
+            name: (package, entry) if isinstance(entry, str) else entry for name, entry in entries.items()
         }
 
     @override
     def __getitem__(self, name: str) -> Callable[..., T]:
-        member: Any = self.data[name]
-        return getattr(importlib.import_module(member[0]), member[1]) if isinstance(member, tuple) else member  # type: ignore[no-any-return]
+        entry: Any = self.data[name]
+        return getattr(importlib.import_module(entry[0]), entry[1]) if isinstance(entry, tuple) else entry  # type: ignore[no-any-return]
 
     @override
     def __or__(self, other: Registry[Any]) -> Registry[Any]:  # type: ignore[override]
@@ -75,14 +75,14 @@ class Registry(UserDict[str, Callable[..., T]], Generic[T]):
         return union
 
     def find_name(self, factory: Callable[..., object]) -> str | None:
-        """Returns the name of a factory, or None if it is not a member; imports no other member."""
+        """Returns the name of a factory, or None if it is not an entry; imports no other entry."""
         qualname = getattr(factory, "__qualname__", "")
         return next(
             (
                 name
-                for name, member in self.data.items()
-                if member is factory
-                or (isinstance(member, tuple) and member[1] == qualname and self[name] is factory)
+                for name, entry in self.data.items()
+                if entry is factory
+                or (isinstance(entry, tuple) and entry[1] == qualname and self[name] is factory)
             ),
             None,
         )
@@ -251,22 +251,22 @@ def _make(
         target = import_object(kind, name)
         if call is None and not (isinstance(target, type) or inspect.isroutine(target)):
             return target  # type: ignore[return-value]
-        member: Callable[..., T] = target  # type: ignore[assignment]
-        settings = select_accepted(member, settings)
+        factory: Callable[..., T] = target  # type: ignore[assignment]
+        settings = select_accepted(factory, settings)
     elif name in registry:
-        member = registry[name]
+        factory = registry[name]
     else:
         raise UnknownName(kind, name, registry)
     try:
-        return member(*positional, **{**settings, **options})
+        return factory(*positional, **{**settings, **options})
     except TypeError as error:
         reason = str(error).rpartition("__init__() ")[2] or str(error)
         reason = reason.partition(". Did you mean ")[0]  # Python's own hint, from 3.13 on
-        raise ConfigError(f"{kind} {text!r}: {reason}; {_suggest_options(name, member, options)}") from None
+        raise ConfigError(f"{kind} {text!r}: {reason}; {_suggest_options(name, factory, options)}") from None
 
 
 def format_options(factory: Callable[..., object]) -> str:
-    """Formats the options of a part with literal defaults; empty if it has no signature.
+    """Formats the options of a component with literal defaults; empty if it has no signature.
 
     >>> format_options(lambda codec, density=0.01: None)
     'codec, density=0.01'
@@ -283,7 +283,7 @@ def format_options(factory: Callable[..., object]) -> str:
 
 
 def _suggest_options(name: str, factory: Callable[..., object], options: Iterable[str]) -> str:
-    """Describes the options that a part accepts, for an error message."""
+    """Describes the options that a component accepts, for an error message."""
     accepted_options = format_options(factory)
     names = [option.partition("=")[0] for option in accepted_options.split(", ")]
     close = [match for name in options if name not in names for match in get_close_matches(name, names, n=1)]
@@ -291,7 +291,7 @@ def _suggest_options(name: str, factory: Callable[..., object], options: Iterabl
 
 
 def select_accepted(factory: Callable[..., object], options: Mapping[str, object]) -> dict[str, object]:
-    """Selects the options that a part accepts."""
+    """Selects the options that a component accepts."""
     return {name: value for name, value in options.items() if name in inspect.signature(factory).parameters}
 
 

@@ -547,7 +547,9 @@ def test_a_run_in_which_nothing_moves_though_all_answer_ends_by_name(monkeypatch
 
     monkeypatch.setattr(ViewChannel, "recv", stall)
     ended = run(2, FaultPlan().crash(1, at_s=30.0), deadline_s=0.1)
-    said = r"^exchange \d+ is not whole after 10 s, and nothing has moved for 10 s, but all members answer$"
+    said = (
+        r"^exchange \d+ is not complete after 10 s, and nothing has moved for 10 s, but all members answer$"
+    )
     assert re.search(said, str(ended.error))
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         measure_message_costs,
         measure_peak_nbytes,
     )
-    from farflung.calibration.sharing import ProcessorLoad, run_neighbours
+    from farflung.calibration.processor_load import ProcessorLoad, run_neighbours
 else:
     __getattr__, __dir__ = build_lazy_attributes(
         __name__,
@@ -27,7 +27,7 @@ else:
             "coding": "CodingTask measure_coding build_coding_tasks build_ladder select_specs",
             "device": "Calibration Spread calibrate",
             "probes": "MessageCosts count_forward_flops measure_message_costs measure_peak_nbytes",
-            "sharing": "ProcessorLoad run_neighbours",
+            "processor_load": "ProcessorLoad run_neighbours",
         },
     )
 

@@ -66,7 +66,7 @@ class CodingTask(NamedTuple):
 def build_coding_tasks(
     codecs: Iterable[str] | None = None, reducers: Iterable[str] | None = None
 ) -> list[CodingTask]:
-    """Builds the tasks to measure, plain sums first.
+    """Builds the tasks for some codecs and reducers, plain sums first; for all registered ones if none are given.
 
     Args:
       codecs: Codecs as in recipes; if neither argument is given, all registered ones with default options.
@@ -148,7 +148,7 @@ def measure_coding(
 
 
 def _thin_points(points: Mapping[int, float], requested: Collection[int]) -> Points:
-    """Sorts points by size; of sizes close to each other, as of unequal segments, keeps the largest."""
+    """Returns points sorted by size, without those slightly smaller than the next; requested sizes are kept."""
     thinned: list[tuple[int, float]] = []
     for numel in sorted(points, reverse=True):
         if not thinned or numel in requested or numel * MIN_SPACING <= thinned[-1][0]:
@@ -185,7 +185,7 @@ class _TimedChannel(ExchangeChannel):
 
 
 def _fit_spec(reducer: Reducer, spec: TensorSpec) -> TensorSpec:
-    """Returns the tensor, as one convolution if the reducer does not support its parts."""
+    """Returns the spec, or one of equal size with a single convolution if the reducer does not support it."""
     try:
         reducer.check([spec])
     except Unsupported:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farflung.calibration.coding import CodingTask, measure_coding, select_specs
 from farflung.calibration.probes import measure_message_costs, measure_peak_nbytes, measure_step_s
-from farflung.calibration.sharing import ProcessorLoad, run_neighbours
+from farflung.calibration.processor_load import ProcessorLoad, run_neighbours
 from farflung.config import Training
 from farflung.devices import (
     CodingRates,
@@ -168,7 +168,7 @@ def calibrate(
 
 
 def _repeat_steps(step: _Step, rounds: int, coding: Sequence[CodingTask]) -> Iterator[None]:
-    """Repeats all measured work for ever."""
+    """Repeats all measured work forever; yields after each piece."""
     while True:
         for _ in range(rounds):
             step.run()
@@ -186,7 +186,7 @@ def _measure_rates(
     sharing: ProcessorLoad,
     on_begin: Callable[[str], None],
 ) -> CodingRates | None:
-    """Measures the rates of exchanges of these buckets; returns ``None`` if ``coding`` is empty."""
+    """Measures the times of coding these buckets, and of messages; returns None if ``coding`` is empty."""
     if not coding:
         return None
     points = measure_coding(coding, select_specs(specs), rounds=rounds, clock=clock, on_begin=on_begin)
@@ -247,7 +247,7 @@ class _Step:
 
     @contextmanager
     def watch_layers(self) -> Iterator[None]:
-        """Records the time at which each layer ends, inside the block."""
+        """Appends all layers to ``layers``, and records the time at which each ends, inside the block."""
         hooks, ids = [], set[int]()
 
         def stamp(times: list[float], index: int) -> None:
@@ -282,7 +282,7 @@ class _Step:
         return [bucket.spec for bucket in self._buckets.buckets]
 
     def predict_nbytes(self) -> int:
-        """Predicts the memory of a step."""
+        """Estimates the peak bytes of a step from parameters, batch and the tensors that a forward pass saves."""
         training = self._training
         sgd = isinstance(self._optimizer, torch.optim.SGD)
         kind = "momentum" if sgd and training.momentum else type(self._optimizer).__name__.lower()
@@ -299,7 +299,7 @@ class _Step:
 
 
 def _run_two_steps(work: Workload, train: Dataset, training: Training, clock: Callable[[], float]) -> None:
-    """Runs two steps, of which the second has the optimizer's state."""
+    """Runs two steps of a new model; only in the second does the optimizer's state exist from the beginning."""
     step = _Step(work, train, training, clock)
     step.run()
     step.run()

@@ -39,7 +39,7 @@ FLOP_SAMPLES = 8
 
 
 def count_forward_flops(work: Workload, seed: int = 0) -> float:
-    """Counts the operations of a forward pass per sample: of matrix products and convolutions, two per product.
+    """Counts the FLOPs of a forward pass per sample, in matrix products and convolutions.
 
     For :func:`farflung.devices.find_device`, which knows devices by their operations per second.
 
@@ -152,7 +152,7 @@ class MessageCosts(NamedTuple):
 
 
 def measure_message_costs(*, rounds: int = 5, slowdown: float = 1.0) -> MessageCosts:
-    """Measures medians of small and of large messages, plain and encrypted, for one of the two ends.
+    """Measures processor seconds per message and per byte, plain and encrypted, at one end of a connection.
 
     A message costs the time of the communication threads. Its bytes cost the time of the whole process, since
     these threads copy them through the kernel and encrypt them; so nothing else may run in it.
@@ -198,7 +198,7 @@ def _measure_pair(encrypt: bool, rounds: int) -> tuple[float, float]:
 
 
 def _measure_round(runtimes: Sequence[WallRuntime], number: int, nbytes: int, count: int) -> list[float]:
-    """Measures processor seconds at one end of a message, of communication threads and of the process."""
+    """Returns processor seconds per message and end: of the communication threads, and of the process."""
     payload = Payload((torch.zeros(nbytes, dtype=torch.uint8),))
 
     async def run_replica(comm: Communicator) -> None:

@@ -130,7 +130,7 @@ def _serve(port: int) -> int:
 
 
 def _describe_machine(hosts: list[str]) -> dict[str, str]:
-    """Returns properties of this machine, by name."""
+    """Returns texts about this machine for display, by property; hosts are those whose local address is shown."""
     packages = dict.fromkeys(OPTIONAL_PACKAGES.split(), "")
     for name in packages:
         with suppress(PackageNotFoundError):

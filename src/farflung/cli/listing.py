@@ -51,6 +51,7 @@ class List:
     """Print JSON."""
 
     def run(self) -> int:
+        """Prints the table, or the row of one name; raises :class:`UnknownName` if there is none."""
         entries, describe = LISTINGS[self.table]()
         names = list(entries)
         if self.name is not None:
@@ -80,6 +81,7 @@ def _read_docs(documented: Callable[..., object]) -> Row:
 
 
 def _list_recipes() -> Listing:
+    """Returns the names of all recipes, and a function that builds the row of one name."""
     from farflung.handle import describe_attach_support
     from farflung.recipes import RECIPES, Recipe
 
@@ -92,7 +94,9 @@ def _list_recipes() -> Listing:
         row: Row = {
             "name": name, "summary": summary, "parts": parts, "attach_alone": attach == "yes", "attach": attach
         }  # fmt: skip
-        changes = [f"{family} {member}" for family, member in parts.items() if member != defaults[family]]
+        changes = [
+            f"{family} {component}" for family, component in parts.items() if component != defaults[family]
+        ]
         text = ", ".join(changes) or "the plain ones"
         return row, {"recipe": name, "what": summary, "parts of its own": text, "with attach": attach}
 
@@ -147,10 +151,10 @@ def _list_workloads() -> Listing:
     from farflung.workloads import WORKLOADS, create_workload, find_dataset
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
-        task, source = create_workload(name), find_dataset(name)
-        is_present, place, counts = _inspect_data(task, source)
-        documented, config = _read_docs(WORKLOADS[name]), task.defaults
-        parameters = sum(p.numel() for p in task.build_model(create_generator(0, "model")).parameters())
+        workload, source = create_workload(name), find_dataset(name)
+        is_present, place, counts = _inspect_data(workload, source)
+        documented, config = _read_docs(WORKLOADS[name]), workload.defaults
+        parameters = sum(p.numel() for p in workload.build_model(create_generator(0, "model")).parameters())
         row: Row = {
             "name": name,
             **documented,
@@ -174,7 +178,7 @@ def _list_workloads() -> Listing:
 
 
 def _inspect_data(task: Workload, source: Source | None) -> tuple[bool, str, tuple[int, int] | None]:
-    """Returns whether a workload's data is present, its location, and the numbers of training and test samples.
+    """Returns whether a workload's data is present, its location or why it is absent, and its sample counts if known.
 
     Official files have a known number of samples, so only small sets are read for counting.
     """

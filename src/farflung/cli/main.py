@@ -183,7 +183,7 @@ def _parse(args: Sequence[str]) -> Command:
 
 
 def _extract_message(frame: str) -> str:
-    """Returns the first sentence inside the frame that tyro draws around an error."""
+    """Returns the first paragraph inside the frame that tyro draws around an error, on one line."""
     words: list[str] = []
     for line in frame.splitlines():
         text = line.strip("│ ")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import BoundedSemaphore, Thread
-from typing import Any
+from typing import Any, NoReturn
 
 from farflung import __version__
 from farflung.comm.visits import LENGTH, receive_exactly
@@ -67,8 +67,8 @@ def create_listener(port: int = 0) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def serve(listener: socket.socket) -> None:
-    """Answers probes until it is interrupted, each connection on its own thread."""
+def serve(listener: socket.socket) -> NoReturn:
+    """Answers probes, each connection on its own thread, until an exception such as ``KeyboardInterrupt``."""
     slots = BoundedSemaphore(MAX_CONNECTIONS)
 
     def handle_and_release(sock: socket.socket) -> None:
@@ -89,12 +89,10 @@ def handle_requests(sock: socket.socket) -> None:
         for _ in range(MAX_REQUESTS):
             request = _receive_message(sock)
             if request["ask"] == "hello":
-                reason = (
-                    _connect_back(sock, int(request["port"]), int(request["token"]))
-                    if "port" in request
-                    else ""
-                )
-                _send_message(sock, {"version": __version__, "time_s": time.time(), "back": reason})
+                reason = None
+                if "port" in request:
+                    reason = _connect_back(sock, int(request["port"]), int(request["token"]))
+                _send_message(sock, {"version": __version__, "time_s": time.time(), "back": reason or ""})
                 continue
             if request["ask"] == "take":
                 _send_message(sock, {"bps": _measure_receive_bps(sock)})
@@ -164,14 +162,14 @@ def _receive_message(sock: socket.socket) -> Any:
     return json.loads(receive_exactly(sock, nbytes, deadline))
 
 
-def _connect_back(sock: socket.socket, port: int, token: int) -> str:
-    """Connects to the host at the other end of a connection; returns why it failed, or an empty string."""
+def _connect_back(sock: socket.socket, port: int, token: int) -> str | None:
+    """Connects to the host at the other end of a connection; returns the error's text, or None if it succeeded."""
     try:
         with socket.create_connection((sock.getpeername()[0], port), timeout=TIMEOUT_S / 2) as outgoing:
             _send_message(outgoing, {"token": token})
     except OSError as error:
         return error.strerror or str(error)
-    return ""
+    return None
 
 
 def _send_zeros(sock: socket.socket, duration_s: float) -> None:

@@ -67,7 +67,7 @@ class Bar:
         self._pace_origin: tuple[float, float] | None = None
 
     def display(self) -> None:
-        """Displays the bar, in a terminal."""
+        """Starts the live display, if the console is a terminal and not quiet."""
         with suppress(Exception):
             if self._console.is_interactive and self._console.is_terminal and not self._is_quiet:
                 live = _Live(

@@ -42,7 +42,7 @@ class BaseCodec:
         return False
 
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """Returns an empty state.
+        """Checks that the tensor is floating, and returns an empty state.
 
         Raises:
           Unsupported: The tensor is not floating.
@@ -117,7 +117,7 @@ class SparseCodec(BaseCodec):
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
-        """Returns an empty state.
+        """Checks that the tensor is floating and fits int32 indices, and returns an empty state.
 
         Raises:
           Unsupported: The tensor is not floating, or has more entries than int32 indices allow.

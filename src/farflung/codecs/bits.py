@@ -51,7 +51,7 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
 
 
 def pack_indices(indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Packs indices into ``size`` entries: the low byte of each, and the remaining bits if a byte is too small.
+    """Packs indices below ``size``: the low byte of each, and the higher bits if ``size`` is above 256.
 
     Args:
       indices: int64 tensor of shape ``(n,)``, each index below ``size``.

@@ -162,7 +162,7 @@ class Chain(BaseCodec):
 
 
 def chain(first: Codec | None = None, *codecs: Codec) -> Codec:
-    """Returns a :class:`Chain` of two or more codecs; by default Top-k followed by 8 bits."""
+    """Returns codecs chained in order, or a single one unchanged; by default Top-k followed by 8 bits."""
     if first is None:
         return Chain()
     codec = first

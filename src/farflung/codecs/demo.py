@@ -80,7 +80,7 @@ class DeMo(TransformCodec):
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Returns components and their indices, of all blocks in order."""
+        """Returns the largest components of all blocks with packed indices, or dense if that is no larger."""
         momentum = state.local["components"].to(grad.device).mul(self.decay)
         values, packed_indices = [grad.new_empty(0)], [torch.empty(0, dtype=torch.int64, device=grad.device)]
         for grid in starmap(_BlockGrid, state.shared["blocks"]):
@@ -120,6 +120,7 @@ class DeMo(TransformCodec):
         return restored
 
     def _plan_blocks(self, part: ParameterSpan) -> list[int]:
+        """Returns a parameter's start, rows, columns, and the height and width of its blocks."""
         rows = part.shape[0] if len(part.shape) > 1 else 1
         columns = part.numel // rows
         return [

@@ -120,6 +120,7 @@ class DGC(SparseCodec):
 
     @override
     def add_entries(self, state: CodecState, tensors: Sequence[Tensor], total: Tensor, alpha: float) -> None:
+        """Adds sparse entries, and runs of small parameters that are sent dense, to ``total``."""
         SparseCodec.add_entries(self, state, tensors[:2], total, alpha)
         runs = state.shared["dense"]
         for (start, numel), part in zip(runs, tensors[2].split([numel for _, numel in runs]), strict=True):

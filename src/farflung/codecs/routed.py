@@ -63,7 +63,7 @@ class RoutedCodec(BaseCodec):
         raise NotImplementedError
 
     def split_spec(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
-        """Returns the flat tensor and the runs of elements of each route that is in use."""
+        """Returns by route in use the spec of its flat tensor, and its runs of elements as ``[start, numel]``."""
         raise NotImplementedError
 
     @property
@@ -148,7 +148,7 @@ def gather_runs(flat: Tensor, runs: Sequence[Sequence[int]]) -> Tensor:
 
 
 def scatter_runs(flat: Tensor, runs: Sequence[Sequence[int]], part: Tensor) -> None:
-    """Writes back the elements that :func:`gather_runs` returned, unless they are a view."""
+    """Writes elements back to their runs ``[start, numel]`` of ``flat``, unless ``part`` is a view of it."""
     if len(runs) == 1 and part.data_ptr() == flat[runs[0][0] :].data_ptr():
         return
     begin = 0
@@ -229,6 +229,7 @@ class ByRole(RoutedCodec):
 
     @override
     def split_spec(self, spec: TensorSpec) -> Mapping[str, tuple[TensorSpec, list[list[int]]]]:
+        """Returns routes ``convolution``, ``other`` (matrices) and ``dense``: specs, and runs ``[start, numel]``."""
         parts: dict[str, list[ParameterSpan]] = {}
         runs: dict[str, list[list[int]]] = {}
         for part in spec.spans or (ParameterSpan(spec.shape, 0),):

@@ -45,7 +45,7 @@ class TopK(SparseCodec):
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Returns the largest entries and their int32 indices in ascending order."""
+        """Returns the largest entries and their ascending int32 indices, or a dense payload if that is not larger."""
         flat = grad.reshape(-1)
         indices = find_largest(flat, count_kept(flat.numel(), self.density))
         payload = Payload((flat[indices], indices.to(torch.int32)))

@@ -118,7 +118,7 @@ class RowBlock(_Block):
         return -(-self.parts[-1][: len(task.operand), begin:end].numel() // self.features)
 
     def multiply(self, begin: int, end: int, task: Multiply) -> Tensor:
-        """Multiplies rows by weights, or columns by the residuals of one partition.
+        """Multiplies rows by weights, or columns ``begin`` to ``end`` by the residuals of one partition.
 
         If block and residuals differ in height, both are cut to the lower one.
         """

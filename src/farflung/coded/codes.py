@@ -190,7 +190,7 @@ def _split_rows(rows: Mapping[Index, Tensor]) -> tuple[dict[int, Index], list[In
 
 
 def find_combination(target: Tensor, rows: Mapping[Index, Tensor]) -> dict[Index, float] | None:
-    """Finds blocks and coefficients whose sum is the block of a given row.
+    """Finds coefficients with which blocks sum to a target row; returns None if they do not span it.
 
     Raw blocks contribute where they exist. For the other partitions, independent coded blocks are selected,
     those of few partitions first.

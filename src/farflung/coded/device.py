@@ -194,7 +194,7 @@ def _build_draft(order: Rows | Columns, previous: Draft | None) -> Draft:
 
 
 def _list_source_rows(order: Rows | Columns, draft: Draft) -> Iterator[_SourceRows]:
-    """Yields the rows that a draft lacks."""
+    """Yields the rows that a draft lacks, with a request for each chunk and source."""
     if isinstance(order, Rows):
         parts, width = [BlockPart(-1, order.rows, False, order.sources)], order.features
     else:  # summed blocks of columns may be wider than their sum
@@ -506,7 +506,7 @@ class Device:
         return fetch
 
     async def _watch_sources(self) -> None:
-        """Fails requests whose source is silent, with no traffic in either direction."""
+        """Fails fetches without traffic in either direction, until none is pending."""
         while self._pending_fetches:
             await self._runtime.sleep_until(self._runtime.read_clock() + self._fetch_s / PROBES_PER_DEADLINE)
             time_s = self._runtime.read_clock()

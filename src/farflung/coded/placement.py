@@ -232,7 +232,7 @@ class Placement:
     def _choose_number(
         self, registry: BlockRegistry, kind: Kind, rank: int, coefficients: Mapping[int, float]
     ) -> int:
-        """Returns the number of a block, which an incomplete block of the device keeps."""
+        """Returns the number of the device's incomplete block with these coefficients, or else a new number."""
         numbers = (
             block.number
             for block in registry.list_partial_blocks(kind, rank)

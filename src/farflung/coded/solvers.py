@@ -465,7 +465,7 @@ class LBFGS:
 
 
 def _count_idle(state: LBFGSState) -> LBFGSState:
-    """Counts the iterates without progress."""
+    """Counts the iterates since the last progress; resets the count after progress."""
     if state.objective < (1 - _MIN_PROGRESS) * state.mark_objective or state.gap < 0.5 * state.min_gap:
         return replace(
             state, mark_objective=state.objective, min_gap=min(state.gap, state.min_gap), num_idle=0
@@ -474,6 +474,7 @@ def _count_idle(state: LBFGSState) -> LBFGSState:
 
 
 def _compute_gap(problem: Problem, state: LBFGSState) -> float:
+    """Bounds the relative distance from the minimum; without a penalty, by the gain expected of the next step."""
     gain = 0.0
     if not problem.objective.has_penalty:
         directions = state.direction, state.preconditioner.solve(state.gradient)

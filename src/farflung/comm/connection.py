@@ -270,7 +270,7 @@ class Connection:
             self.sock.shutdown(socket.SHUT_WR)
 
     def _wait_writable(self) -> None:
-        """Waits until the kernel accepts more bytes."""
+        """Asks the loop for a call when the kernel accepts more bytes, and starts to measure the rate."""
         if not self._is_blocked:
             self._is_blocked, self._measured_s, self._measured_nbytes = True, time.monotonic(), 0
             if self._is_adaptive and (path := self.read_tcp_info()) is not None:
@@ -311,7 +311,7 @@ class Connection:
         self._owner.handle_busy(self)
 
     def _resize(self, rate_bps: float) -> None:
-        """Sets the piece size to what the connection sends in :data:`farflung.comm.framing.PIECE_S`."""
+        """Sets the piece size to the bytes sent in :data:`farflung.comm.framing.PIECE_S`, if it differs by 20 %."""
         piece = compute_piece_nbytes(rate_bps)
         if not 0.8 < piece / self._piece_nbytes < 1.25:
             self._set_piece_nbytes(piece)
@@ -381,6 +381,7 @@ class Connection:
         return False
 
     def _did_read_piece(self) -> bool:
+        """Reads and processes available bytes, up to a piece; returns False if the connection is closed or paused."""
         if self.state is ConnectionState.HANDSHAKING:
             self._continue_handshake()
             if self.state is ConnectionState.CLOSED:  # type: ignore[comparison-overlap]
@@ -413,7 +414,7 @@ class Connection:
         return True
 
     def _receive(self, buffer: memoryview) -> int:
-        """Reads bytes into a buffer; returns their number, 0 at the end."""
+        """Reads available bytes into a buffer; returns their number, 0 if the other end has closed the connection."""
         if self._tls_object is None:
             return self._count_read(self.sock.recv_into(buffer))
         while True:
@@ -466,7 +467,7 @@ class Connection:
             self.end(None)
 
     def count_unacked_nbytes(self) -> int:
-        """Counts bytes that the other end's kernel has not acknowledged; closing earlier discards them."""
+        """Counts bytes that are queued here or unacknowledged by the peer's kernel; closing earlier discards them."""
         if self.state is ConnectionState.CLOSED:
             return 0
         with suppress(OSError):

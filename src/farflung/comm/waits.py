@@ -109,21 +109,21 @@ class WaitMonitor:
 
     def _report_to(self, rank: int, *, is_probe: bool) -> None:
         """Reports progress and the source that blocks this rank to a peer; a probe asks for a report in return."""
-        view, waiting = self._session, self._session.mailbox.get_any_wait()
+        session, waiting = self._session, self._session.mailbox.get_any_wait()
         blocked_on = None if waiting is None else waiting.src
         body = {
             "for": blocked_on if self._has_data else "data",
-            "count": self.count_events() + view.num_sent.total() + view.num_received.total(),
+            "count": self.count_events() + session.num_sent.total() + session.num_received.total(),
             "nbytes": self.get_traffic_nbytes(),
             "asks": is_probe,
         }
-        view.send_control(MessageKind.WAITING, rank, body)
+        session.send_control(MessageKind.WAITING, rank, body)
 
     def get_traffic_nbytes(self, rank: int | None = None) -> int:
-        """Returns the bytes of large tensors to and from a peer, or all peers, so far."""
-        view = self._session
-        ranks = view.get_present_ranks() if rank is None else [view.routes.get_next_hop(rank)]
-        return sum(view.transport.get_traffic(peer).bulk_nbytes for peer in ranks)
+        """Returns the bytes of large tensors so far to and from a peer, or its relay if it has one, or all peers."""
+        session = self._session
+        ranks = session.get_present_ranks() if rank is None else [session.routes.get_next_hop(rank)]
+        return sum(session.transport.get_traffic(peer).bulk_nbytes for peer in ranks)
 
     def _get_traffic(self, rank: int) -> ConnectionTraffic:
         """Returns the traffic of a peer or its relay; bytes from a relay are no signs of life of other ranks."""

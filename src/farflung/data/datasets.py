@@ -128,14 +128,14 @@ class Subset:
 
 
 class Holding(Subset):
-    """Samples that one replica owns, in places from 0 on; some may have come from other replicas.
+    """Samples that one replica owns, in slots from 0 on; some may have come from other replicas.
 
     Rows received from another replica are stored. All others are read from the full set. A checkpoint holds only ids,
     so a resumed replica reads all rows from the full set.
 
     Args:
       data: Full training set.
-      ids: Ids of the samples in it, in the order of their places.
+      ids: Ids of the samples in it, in the order of their slots.
 
     >>> holding = Holding(TensorDataset(torch.arange(6), torch.zeros(6)), torch.tensor([4, 2]))
     >>> holding.replace_samples(torch.tensor([1]), torch.tensor([5]), Batch(torch.tensor([5]), torch.zeros(1)))
@@ -153,18 +153,18 @@ class Holding(Subset):
         self._received_rows: Batch | None = None
         """Rows of samples from other replicas."""
         self._received_index = torch.full_like(self.ids, -1)
-        """Index of each place into the received rows; -1 if the sample is from the full set."""
+        """Index of each slot into the received rows; -1 if the sample is from the full set."""
 
-    def replace_samples(self, places: SampleIds, ids: SampleIds, rows: Batch) -> None:
-        """Replaces the samples in some places.
+    def replace_samples(self, slots: SampleIds, ids: SampleIds, rows: Batch) -> None:
+        """Replaces the samples in some slots.
 
         Args:
-          places: Distinct places.
+          slots: Distinct slots.
           ids: Ids of the new samples in the full set.
           rows: Rows of the new samples, as stored.
         """
         earlier = self._received_rows or Batch(rows.inputs[:0], rows.targets[:0])
-        row = self._received_index[places]
+        row = self._received_index[slots]
         is_new = row < 0
         row[is_new] = torch.arange(len(earlier), len(earlier) + int(is_new.sum()))
         received_rows = Batch(
@@ -172,10 +172,11 @@ class Holding(Subset):
             torch.cat([earlier.targets, rows.targets[is_new]]),
         )
         received_rows.inputs[row], received_rows.targets[row] = rows.inputs, rows.targets
-        self.ids[places], self._received_index[places], self._received_rows = ids, row, received_rows
+        self.ids[slots], self._received_index[slots], self._received_rows = ids, row, received_rows
 
     @override
     def get_rows(self, ids: SampleIds) -> Batch:
+        """Returns the rows at the slots ``ids``, received ones included."""
         row = self._received_index[ids]
         is_received = row >= 0
         if self._received_rows is None or not is_received.any():

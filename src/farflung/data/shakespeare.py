@@ -66,7 +66,7 @@ def read(
 
 
 def build_windows(text: npt.NDArray[np.uint8], length: int, stride: int, origin: str) -> TensorDataset:
-    """Returns windows of ``length`` symbols, and the symbols after each; views, however much they overlap.
+    """Returns overlapping windows of ``length`` symbols, as views of one tensor; targets are the windows one symbol on.
 
     Args:
       text: Numbers of symbols.

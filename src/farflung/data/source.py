@@ -123,7 +123,7 @@ class Location:
 
 
 def get_data_folder() -> Path | None:
-    """Returns the user's folder of data sets, from ``FARFLUNG_DATA``; ``None`` if not set.
+    """Returns the folder that ``FARFLUNG_DATA`` names, which must exist; ``None`` if it is not set.
 
     Raises:
       DataError: The variable names something that is not a folder.

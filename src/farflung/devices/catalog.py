@@ -132,7 +132,7 @@ def find_device(name: str, *, forward_flops: float | None = None) -> DeviceProfi
 
 
 def describe_coding(device: DeviceSpec) -> str:
-    """Describes the origin of a named device's coding rates."""
+    """Describes how a device's coding rates were scaled from those of the measured reference device."""
     name, times = _load_reference().name, _compute_time_ratio(device)
     return (
         f"Coding takes {times:.3g} times what was measured on {name}, as training does, and nothing else is computed "

@@ -52,7 +52,7 @@ class CodingRates:
             check_seconds(name, getattr(self, name))
 
     def scale(self, coding_factor: float, message_factor: float) -> CodingRates:
-        """Scales the rates to another device.
+        """Returns the rates of another device, whose times differ by a factor.
 
         Args:
           coding_factor: Factor of the time of arithmetic.
@@ -165,7 +165,7 @@ class DeviceProfile:
         return self._compute_base_seconds(cost) * self.compute_slowdown(moment)
 
     def compute_slowdown(self, moment: Moment) -> float:
-        """Computes the factor of the time of computations that begin at a moment."""
+        """Returns the factor of computing time at a moment: the device's slowdown times those of its stragglers."""
         factor = self.slowdown
         for straggler in self.stragglers:
             factor *= straggler.compute_slowdown(moment)
@@ -192,7 +192,7 @@ class DeviceProfile:
         return BACKWARD_OVER_FORWARD * self.forward_s if self.backward_s is None else self.backward_s
 
     def compute_ready_shares(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
-        """Computes the share of a backward pass at which each bucket is ready, in the order in which they filled.
+        """Computes the fraction of a backward pass after which each bucket of ``order`` is ready.
 
         Without layers or the buckets' sizes the shares are evenly spaced. With layers, a bucket is ready when the
         layer of its last parameter is done; layers without parameters take their time too.

@@ -90,7 +90,7 @@ def compute_sketch(parameters: Sequence[Tensor]) -> Tensor:
 async def measure_spread(
     runtime: Runtime, parameters: Sequence[Tensor], number: int, *, part: int = 0, is_compared: bool = True
 ) -> float:
-    """Returns the distance of the replicas' parameters from their mean, estimated from sums, relative to their norm.
+    """Estimates the largest distance of a rank's parameters from their mean, relative to their norm.
 
     Args:
       runtime: Runtime of this replica.
@@ -275,7 +275,7 @@ async def average(
 
 
 async def average_dtype(runtime: Runtime, tensors: Sequence[Tensor], number: int, part: int) -> int:
-    """Overwrites tensors of one dtype with their means over the replicas, in one exchange.
+    """Overwrites tensors of one dtype with their means over ranks; returns the payload bytes sent.
 
     They may be on several devices, since ranks may place a model differently. Summands are divided by a power of two,
     at least the number of replicas. So sums do not overflow if means are in range, and rounding is unchanged.

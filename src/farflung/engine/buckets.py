@@ -93,7 +93,7 @@ class GradientBucket:
                 parameter.copy_(values)
 
     def load_gradient(self, mean: Tensor) -> None:
-        """Loads a flat tensor into the gradients of the parameters, except frozen ones.
+        """Sets each ``p.grad`` to its part of ``mean``; frozen and unused parameters get ``None``.
 
         Places in ``unused_places`` get none, unless the mean is nonzero there because a codec held it back from earlier
         steps. Places in ``unreached_places`` get none.
@@ -135,7 +135,7 @@ class GradientBucket:
             torch._foreach_copy_(views, grads)
 
     def clear_places(self, places: Sequence[int]) -> None:
-        """Zeroes places, ascending, that have no gradient in this backward pass."""
+        """Zeroes gradients that this backward pass did not compute, by ascending index of their parameters."""
         if self.zero_places != (absent := tuple(places)):
             self.zero_places, self._gaps = absent, self._find_gaps(absent)
         for gap in self._gaps:

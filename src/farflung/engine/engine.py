@@ -166,10 +166,7 @@ class Engine:
             self._launch_transfer(transfer)
 
     async def merge_gradients(self) -> bool:
-        """Waits for the gradients that are due at this step, and applies their means.
-
-        Returns:
-          True if the optimizer has a gradient to step on.
+        """Applies mean gradients that are due; returns True if the optimizer should step, on them or on local ones.
 
         Raises:
           NonFinite: a rank had a non-finite loss, or gradient if these are checked. It is raised on all ranks at the
@@ -285,7 +282,7 @@ class Engine:
     async def state_dict(self) -> State:
         """Returns the state to resume from, with the original input of exchanges in flight.
 
-        It must be launched, so that no exchange advances meanwhile.
+        Launch it with ``Runtime.launch``, so that no exchange advances while it runs.
 
         Returns:
           ``shared``, equal on all ranks, and ``local``.

@@ -56,7 +56,7 @@ class StepSamples(Protocol):
         ...
 
     def get_undrawn(self, step: int) -> DrawContext:
-        """Returns the samples that a step could have drawn but did not."""
+        """Builds the context of samples to score while waiting: those not drawn, or all with random access."""
         ...
 
 

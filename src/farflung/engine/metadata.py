@@ -164,7 +164,7 @@ class PendingMetadata:
             self._numbers[name] = self._numbers.get(name, 0.0) + value
 
     def replace_step(self, step: StepMetadata, replacement: StepMetadata) -> None:
-        """Replaces the last step for exchanges that have not started."""
+        """Replaces the metadata of the last step in every unit that has not sent it yet."""
         for unit in self._units:
             if unit.steps and unit.steps[-1] is step:
                 unit.steps[-1] = replacement

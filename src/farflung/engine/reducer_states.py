@@ -56,7 +56,7 @@ class ReducerStates:
         return iter(self._slots.values())
 
     def update(self, number: int, result: ReduceResult, *, is_last: bool) -> None:
-        """Updates states from a result.
+        """Updates a unit's state from its result, and all states jointly after the last result of a step.
 
         Args:
           number: Number of the unit.

@@ -67,7 +67,7 @@ class UnusedParameters:
     async def exchange(
         self, runtime: Runtime, number: int, zero_places: Sequence[tuple[UnitState, Places]]
     ) -> int:
-        """Sends this rank's places without a gradient in a step to all others, as requested by their metadata.
+        """Records the parameters that no rank has used, by an exchange; returns the payload bytes sent.
 
         Args:
           runtime: Runtime of this replica.

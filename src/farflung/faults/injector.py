@@ -80,7 +80,7 @@ class ActiveFaults:
         return condition
 
     def get_slowdown(self, rank: int) -> float:
-        """Returns the factor of a replica's computing time."""
+        """Returns the factor of a replica's computing time; 1 without a fault."""
         active = self._faults.get(rank)
         factors = [fault.factor for fault in active if fault.factor is not None] if active else []
         return factors[-1] if factors else 1.0
@@ -147,7 +147,7 @@ class FaultEnvironment:
         raise NotImplementedError
 
     def inject(self, fault: Fault) -> None:
-        """Injects a fault immediately."""
+        """Injects a fault immediately; the caller ends a temporary one by :meth:`revert`."""
         replica_actions = {"crash": self.crash, "leave": self.leave, "join": self.join}
         if fault.kind in replica_actions:
             replica_actions[fault.kind](fault.rank)

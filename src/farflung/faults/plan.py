@@ -126,7 +126,7 @@ class Fault:
         )
 
     def iter_links(self, size: int) -> Iterator[tuple[int, int]]:
-        """Yields the affected links among ``size`` replicas, as pairs of sender and receiver."""
+        """Yields the affected links of ``size`` replicas: (sender, receiver), both directions unless ``one_way``."""
         side = (self.rank, *self.group)
         for rank in side:
             for peer in range(size) if self.peer is None else (self.peer,):
@@ -276,7 +276,7 @@ class FaultPlan:
     def joining_ranks(self) -> frozenset[int]:
         """Ranks that are absent at the start, since their first fault is a join.
 
-        >>> sorted(FaultPlan().join(2, at_s=1.0).leave(3, at_s=1.0).join(3, at_s=2.0).absent)
+        >>> sorted(FaultPlan().join(2, at_s=1.0).leave(3, at_s=1.0).join(3, at_s=2.0).joining_ranks)
         [2]
 
         Raises:

@@ -112,7 +112,7 @@ class FarflungStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Saves Lightning's file on rank 0, and a file of each rank."""
+        """Saves Lightning's file, with rank 0's parameters, and a file of each rank's state."""
         if self._handle is not None:
             checkpoint[KEY] = f"{self._run_id}-{checkpoint['global_step']}"
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -137,8 +137,7 @@ class FarflungStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the optimizer and farflung's state. If no rank has a file, as in a checkpoint saved after training,
-        warns that the state of codecs and schedules is reset.
+        """Restores the optimizer, and this rank's state from its file; warns if no rank has a file.
 
         Raises:
           CheckpointError: a rank's file is damaged, or missing while others exist.

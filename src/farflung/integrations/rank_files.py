@@ -29,7 +29,7 @@ def gather_rank_state(handle: Handle, optimizer: torch.optim.Optimizer) -> State
 
 
 def load_rank_state(handle: Handle, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Restores :func:`gather_rank_state`."""
+    """Restores the local state that :func:`gather_rank_state` returned."""
     if "optimizer" in state:
         load_optimizer_state(optimizer, state["optimizer"])
     handle.load_state_dict(state["handle"])
@@ -55,8 +55,7 @@ def save_rank_file(path: Path, mark: str, state: State) -> None:
 def restore_rank_file(
     path: Path, mark: object, load: Callable[[State], object], device: torch.device
 ) -> None:
-    """Restores a rank's file if all ranks have theirs; if none has, warns that state is reset. All ranks of the process
-    group call this.
+    """Restores each rank's state from its file; warns if no rank has one, and raises if only some do.
 
     Args:
       path: File of this rank.

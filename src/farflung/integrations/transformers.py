@@ -81,6 +81,7 @@ class FarflungCallback(TrainerCallback):
     def _record_and_train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
+        """Replaces the trainer's ``train``: keeps the path to resume from, and reports errors to the other ranks."""
         if self not in self._trainer.callback_handler.callbacks:
             raise ConfigError("FarflungCallback: replicas would train apart: trainer.add_callback() it")
         self._resume_path = resume_from_checkpoint
@@ -168,6 +169,7 @@ class FarflungCallback(TrainerCallback):
             parameter.data.copy_(value)
 
     def _find_checkpoint(self, args: TrainingArguments) -> Path:
+        """Returns the folder of the checkpoint from which training resumes."""
         if isinstance(self._resume_path, bool):
             return Path(str(get_last_checkpoint(str(args.output_dir))))  # type: ignore[no-untyped-call]
         return Path(str(self._resume_path))

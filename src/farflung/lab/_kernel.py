@@ -44,7 +44,7 @@ def enter_network(namespace: int) -> None:
 
 @contextlib.contextmanager
 def switch_network(namespace: int) -> Iterator[None]:
-    """Moves the calling thread to a network namespace inside the block; sockets created there stay there."""
+    """Moves the calling thread to a network namespace during the block; sockets created inside stay there."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         enter_network(namespace)

@@ -62,6 +62,7 @@ class Child:
 
 
 def _close_all_but(keep: Iterable[int]) -> None:
+    """Closes all descriptors from 3 on, except those in ``keep``."""
     begin = 3
     for fd in sorted(set(keep)):
         os.closerange(begin, fd)

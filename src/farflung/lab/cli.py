@@ -138,6 +138,7 @@ class RunInLab:
         )
 
     def _check(self) -> int:
+        """Prints the machine's abilities and the profile's measured links; returns 1 if a pair of nodes deviates."""
         rows = check_abilities()
         print_table(
             ["needs", "here", "for"],

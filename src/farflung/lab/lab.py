@@ -321,6 +321,7 @@ class Lab:
         return reply
 
     def _receive_reply(self) -> Mapping[str, Json]:
+        """Receives one JSON reply, which may hold an error; raises LabError if the delay line has ended."""
         assert self._control is not None
         data = b""
         while not data.endswith(b"\n"):  # byte by byte, to leave the descriptors that follow
@@ -333,7 +334,7 @@ class Lab:
 
 
 def _compute_max_packet(profile: NetworkProfile) -> int:
-    """Returns the maximum bytes of a packet, so that no packet blocks the fastest link for long."""
+    """Returns the kernel's limit for packets of several segments, so that none blocks the fastest link for long."""
     wiring, nodes = Wiring(profile), range(profile.node_count)
     if any(link.loss for link in profile.iterate_links()):
         return MIN_PACKET_NBYTES  # a loss must be one segment

@@ -145,6 +145,7 @@ class _Line:
             self._queues.num_lost += 1
 
     def _did_receive_orders(self) -> bool:
+        """Carries out the orders that have arrived and replies to each; returns False if the connection is closed."""
         data = self._control.recv(1 << 16)
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:

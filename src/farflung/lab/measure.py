@@ -89,13 +89,13 @@ class PairMeasurement:
 
     @property
     def latency_error(self) -> float:
-        """Relative deviation of the latency from the profile's; 0 within the grain."""
+        """Absolute relative deviation of the latency from the profile's; 0 within :data:`LATENCY_GRAIN_S`."""
         error = abs(self.latency_s - self.expected_latency_s)
         return 0.0 if error <= LATENCY_GRAIN_S else error / max(self.expected_latency_s, LATENCY_GRAIN_S)
 
     @property
     def bandwidth_error(self) -> float:
-        """Relative deviation of the bandwidth from the profile's."""
+        """Absolute relative deviation of the bandwidth from the profile's; 0 if the profile has no limit."""
         if math.isinf(self.expected_bandwidth_bps):
             return 0.0
         return abs(self.bandwidth_bps / self.expected_bandwidth_bps - 1.0)

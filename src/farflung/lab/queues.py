@@ -97,7 +97,7 @@ class _Queue:
         self._max_bits = max(BUFFER_S * largest, 8.0 * MIN_BUFFER_NBYTES)
 
     def did_enqueue(self, packet: _Packet, bits: float) -> bool:
-        """Returns True if the queue had room for the packet, and adds it."""
+        """Adds a packet if the queue has room for it; returns False otherwise."""
         key = (packet.pair.src, packet.pair.dst)
         queued_bits = self._queued_bits.get(key, 0.0) + bits
         if queued_bits > self._max_bits:

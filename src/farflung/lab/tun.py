@@ -91,7 +91,7 @@ def set_large_packets(device: int, is_enabled: bool) -> None:
 
 
 def configure(node: int, max_packet_nbytes: int, congestion_control: str | None) -> None:
-    """Configures the device in the calling thread's namespace, with its addresses.
+    """Configures the TUN device of the calling thread's namespace: address, MTU, GSO limit and congestion control.
 
     Args:
       node: Node of the device.

@@ -58,6 +58,7 @@ def _guard(
     environment: Mapping[str, str],
     output: int | None,
 ) -> int:
+    """Runs a command in a new process namespace, which ends with this process; returns its exit code."""
     exit_with_parent(parent)
     os.setsid()  # only the lab gets a terminal's signals, and passes them on
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -109,7 +109,7 @@ class BatchLoader:
         return self._picked_samples is not None and self._picked_samples.weights is not None
 
     def get_undrawn(self, step: int) -> DrawContext:
-        """Builds the context of samples that the step could have drawn and has not."""
+        """Builds the context of samples to score while waiting: those not drawn, or all with random access."""
         assert self._picked_samples is not None
         pool, used_ids = self._picked_samples.pool, self._picked_samples.ids
         remaining = pool if isinstance(pool, int) else pool[~torch.isin(pool, used_ids)]

@@ -86,7 +86,7 @@ class Components:
 
 
 def _check_movable(sharing: Sharing, stream: Stream, sampler: Sampler) -> None:
-    """Checks that samples can change owner, if the sharing moves them.
+    """Checks that stream and sampler allow samples to change owner, if the sharing is permanent.
 
     Raises:
       ConfigError: The stream or the sampler is of the wrong kind.

@@ -46,23 +46,25 @@ async def apply_consensus(
       number: Number of the exchange, equal on all ranks.
       consensus: Result of :meth:`farflung.engine.Engine.get_consensus_parameters`.
     """
-    trained_params, candidates, anchors, anchor_values = _split_tensors(model, consensus)
-    indices = await find_unequal(runtime, candidates, number, purpose=Purpose.EVALUATION)
-    means = [tensor.detach() for tensor in (*trained_params, *(candidates[index] for index in indices))]
-    anchor_data = [tensor.detach() for tensor in anchors]
-    saved_values = [tensor.clone() for tensor in (*means, *anchor_data)]
+    trained_params, averaged_if_unequal, overwritten, new_values = _split_tensors(model, consensus)
+    indices = await find_unequal(runtime, averaged_if_unequal, number, purpose=Purpose.EVALUATION)
+    means = [
+        tensor.detach() for tensor in (*trained_params, *(averaged_if_unequal[index] for index in indices))
+    ]
+    overwritten_data = [tensor.detach() for tensor in overwritten]
+    saved_values = [tensor.clone() for tensor in (*means, *overwritten_data)]
     await average(runtime, means, number, Purpose.EVALUATION, first_part=1)
-    load_values(anchor_data, anchor_values)
+    load_values(overwritten_data, new_values)
     try:
         yield
     finally:
-        load_values([*means, *anchor_data], saved_values)
+        load_values([*means, *overwritten_data], saved_values)
 
 
 def _split_tensors(
     model: nn.Module, consensus: Mapping[str, Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Splits a model's tensors by how replicas reach equal values.
+    """Returns tensors to average, tensors to average if unequal, tensors to overwrite, and their new values.
 
     Args:
       model: Model of the replica.
@@ -119,21 +121,21 @@ async def evaluate(
     comm = runtime.comm
     random = RandomState.from_workload(workload, derive_seed(seed, "evaluation", step, comm.rank), device)
 
-    means, candidates, anchors, anchor_values = _split_tensors(model, consensus)
-    tensors = [*means, *anchors]
-    if is_concurrent and (tensors or candidates):
+    means, averaged_if_unequal, overwritten, new_values = _split_tensors(model, consensus)
+    tensors = [*means, *overwritten]
+    if is_concurrent and (tensors or averaged_if_unequal):
         tensors += _list_other_tensors(model, tensors)
     values = [tensor.detach().clone() for tensor in tensors]
-    anchor_copies = values[len(means) : len(means) + len(anchors)]
-    for value, anchor_value in zip(anchor_copies, anchor_values, strict=True):
+    anchor_copies = values[len(means) : len(means) + len(overwritten)]
+    for value, anchor_value in zip(anchor_copies, new_values, strict=True):
         value.copy_(anchor_value)
     to_average = values[: len(means)]
     snapshots = dict(zip(map(id, tensors), values, strict=True))
-    candidate_values = [snapshots.get(id(tensor), tensor) for tensor in candidates]
+    candidate_values = [snapshots.get(id(tensor), tensor) for tensor in averaged_if_unequal]
     for index in await find_unequal(runtime, candidate_values, step, purpose=Purpose.EVALUATION):
         if not is_concurrent:
-            tensors.append(candidates[index])
-            values.append(candidates[index].detach().clone())
+            tensors.append(averaged_if_unequal[index])
+            values.append(averaged_if_unequal[index].detach().clone())
             candidate_values[index] = values[-1]
         to_average.append(candidate_values[index])
     await average(runtime, to_average, step, Purpose.EVALUATION, first_part=1)
@@ -219,6 +221,7 @@ def _cache_forward(model: nn.Module) -> Iterator[None]:
 def _score_samples(
     workload: Workload, model: nn.Module, data: Dataset, ids: Tensor, device: torch.device
 ) -> Tensor:
+    """Returns the loss sum, the number of samples and the metric sums, in float64 on the CPU."""
     model.eval()
     sums = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad(), _cache_forward(model):

@@ -490,7 +490,7 @@ class Replica:
         self._count_samples(await self.engine.flush(update))
 
     def _count_samples(self, outcome: StepOutcome) -> None:
-        """Adds the samples of steps that all replicas have reported, if their batch sizes differ."""
+        """Adds the samples of all replicas in the reported steps, if batch sizes differ."""
         if not self.components.has_even_batches:
             self._num_samples += int(outcome.sums.get("samples", 0))
 
@@ -521,7 +521,7 @@ class Replica:
     # --- parts of a step --------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, StepMetadata]:
-        """Returns the weighted mean loss, and the step's metadata."""
+        """Returns the loss to differentiate, scaled by the batch's share of accumulated samples, and the metadata."""
         self.model.train()
         self._random.install()
         losses = self.workload.compute_losses(self.model, move_batch(batch, self.device))
@@ -613,7 +613,7 @@ class Replica:
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     async def save(self) -> None:
-        """Starts a checkpoint of the replica if it has checkpoints; complete when every replica has written it."""
+        """Starts a checkpoint if configured; all replicas must call it, and it is complete when all have written."""
         if self.checkpoints is None:
             return
 

@@ -87,7 +87,7 @@ class Agreement:
         self.error: FarflungError | None = None
         """Reason why it no longer takes part, unless it has all results of the run."""
         self.last_exchange: ExchangeHandle[Any] | None = None
-        """Last exchange of the run, which is whole once any member ends."""
+        """Last exchange of the run, which is complete once any member ends."""
         self.leave_result: Pending[None] | None = None
         """Completes when this member has left; ``None`` if it was not asked to."""
         self.interruption = Pending[None]()
@@ -135,14 +135,14 @@ class Agreement:
             self._page.write_report(self.codec.encode(report))
 
     def freeze(self) -> tuple[int, ...]:
-        whole_exchanges, view = self.log.freeze(), self.roster.view
+        complete_exchanges, view = self.log.freeze(), self.roster.view
         if self._has_run_ended:
             self._end_with_others()
         if self.is_joining:
             return ()
         self.launch(self.liveness.await_agreement(view))
         self.launch(self.liveness.drop_silent(view))
-        return whole_exchanges
+        return complete_exchanges
 
     def install_view(self, view: View) -> None:
         previous_members = self.roster.view.members
@@ -296,7 +296,7 @@ class Agreement:
             self.schedule_processing()
 
     async def _keep_offer(self, name: str) -> None:
-        """Reconnects to a replica that follows, and keeps its offer while it may return."""
+        """Reconnects to a replica that follows, and closes its offer unless it returns in time."""
         self.connections.reconnect_lost([name])
         await self.runtime.sleep_until(self.runtime.read_clock() + MAX_IDLE_DEADLINES * self.patience_s)
         if name not in self.member.connected_names:

@@ -183,7 +183,7 @@ class Connections:
     # --- members ----------------------------------------------------------------------------------------------------
 
     def repair_connections(self) -> bool:
-        """Reconnects to members whose connections are broken, first directly and then through a relay.
+        """Starts to reconnect or relay broken connections.
 
         Returns:
           True if votes must wait for a connection.

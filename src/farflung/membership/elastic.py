@@ -26,7 +26,7 @@ class PaxosMembership:
     """Runner of exchanges that are repeated, or whose results are adopted, after the loss of members.
 
     All members start exchanges in one order, which numbers them. After a loss, the others agree on the next view and
-    on the exchanges that any of them holds whole. Members that lack one of these adopt its result, and all other
+    on the exchanges that any of them has completed. Members that lack one of these adopt its result, and all other
     exchanges are repeated among the members of the view. Replicas wait meanwhile, and only notice the change of
     members.
 
@@ -43,7 +43,7 @@ class PaxosMembership:
       can_return: True if this member asks to be admitted again after the others have continued without it
         (:meth:`receive_state`). Its exchanges fail with :class:`farflung.errors.ReplicaSuspended` first.
       first_step: First step of the run.
-      max_steps_ahead: Maximum number of steps that a member begins after the last one whose exchanges are all whole.
+      max_steps_ahead: Maximum number of steps that a member begins after the last one whose exchanges are all complete.
       members: Ranks of the first members; all by default. Any other rank asks to join.
       on_view: Callback that receives the members of each new view, by seniority.
     """

@@ -54,7 +54,7 @@ class LoggedExchange(ExchangeHandle[T], Generic[T]):
     exchange: int
     part: int
     make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]] | None = None
-    """Coroutine of the exchange; ``None`` once it is whole, so that its contribution is freed at once."""
+    """Coroutine of the exchange; ``None`` once it is complete, so that its contribution is freed at once."""
     result_codec: ResultCodec[T] = field(
         default_factory=lambda: cast("ResultCodec[T]", ResultCodec(tuple, tuple))
     )
@@ -65,9 +65,9 @@ class LoggedExchange(ExchangeHandle[T], Generic[T]):
     started_s: float = math.inf
     """Time of the latest attempt or adoption; infinite if there was none."""
     obsolete: list[LoggedExchange[Any]] = field(default_factory=list)
-    """Exchanges whose results all members have, once this one is whole."""
+    """Exchanges whose results all members have, once this one is complete."""
     stored_result: tuple[Tensor, ...] | None = None
-    """Result for members that lack it; ``None`` while the exchange is not whole on this member."""
+    """Result for members that lack it; ``None`` while the exchange is not complete on this member."""
 
     @property
     def step(self) -> int:
@@ -103,14 +103,14 @@ class ExchangeLog:
         self.num_started = 0
         """Number of exchanges that have started on this member."""
         self.is_frozen = False
-        """True if no exchange becomes whole because the view is ending."""
+        """True if no exchange becomes complete because the view is ending."""
         self.error: BaseException | None = None
         """Error that all exchanges fail with."""
         self.wait_started: Pending[None] = Pending()
         """Completes once an exchange is waited for."""
         self._exchanges: dict[int, LoggedExchange[Any]] = {}
         self._last_complete = 0
-        """Number up to which all exchanges are whole."""
+        """Number up to which all exchanges are complete."""
         self._step_ends = {0: first_step - 1}
         """Steps that end with an exchange, by its number."""
 
@@ -188,7 +188,7 @@ class ExchangeLog:
         self.wait_started.set_result(None)
 
     def _store_result(self, logged: LoggedExchange[Any], value: Any) -> None:
-        """Stores the result of an exchange, which is whole now."""
+        """Stores the result of an exchange, which is complete now."""
         logged.stored_result = tuple(tensor.clone() for tensor in logged.result_codec.pack(value))
         logged.make = logged.rewind = None
         self._agreement.giver.add_result(logged)
@@ -223,7 +223,7 @@ class ExchangeLog:
         )
 
     def install_view(self, view: View) -> None:
-        """Adopts the whole exchanges of others in a view, and repeats all other exchanges."""
+        """Adopts the exchanges that other members have completed, and repeats the other unfinished ones."""
         givers = {
             x.exchange: int(x.giver)
             for x in view.list_handovers()
@@ -259,7 +259,7 @@ class ExchangeLog:
     # --- what others ask --------------------------------------------------------------------------------------------
 
     def list_pending(self) -> list[LoggedExchange[Any]]:
-        """Returns the started or requested exchanges that are not whole."""
+        """Returns the started or requested exchanges that are not complete."""
         return [x for x in self._exchanges.values() if x.stored_result is None and x.started_s < math.inf]
 
     def list_retained(self, number: int) -> list[LoggedExchange[Any]]:
@@ -279,7 +279,7 @@ class ExchangeLog:
         }
 
     def build_start_state(self, num_started: int) -> dict[str, Any]:
-        """Returns the start state of a joining replica, once all exchanges up to a number are whole."""
+        """Returns the start state of a joining replica, once all exchanges up to a number are complete."""
         return {
             "started": num_started,
             "complete": [step_end for step_end in self._step_ends.items() if step_end[0] <= num_started],
@@ -292,7 +292,7 @@ class ExchangeLog:
         results: Mapping[int, tuple[Tensor, ...]],
         followed_exchanges: Iterable[LoggedExchange[Any]],
     ) -> None:
-        """Begins to take part, with all whole exchanges; see :meth:`build_start_state`.
+        """Begins to take part, with all complete exchanges; see :meth:`build_start_state`.
 
         Args:
           start_state: Start state from a member.

@@ -212,7 +212,7 @@ class Follower:
         return error
 
     def end(self, error: BaseException) -> None:
-        """Ends all waits with an error."""
+        """Fails all present and later waits with an error."""
         self._end_error = error
         self._fail(error)
 
@@ -433,7 +433,7 @@ class Follower:
                     self._comm.send(build_payload(text), rank, REQUESTS, -1)
 
     def receive_piece(self, rank: int, head: bytes, piece: Tensor) -> None:
-        """Stores a piece that a member has sent; raises errors as :meth:`handle_news`."""
+        """Stores a requested piece; raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is malformed."""
         name, begin = json.loads(head)
         source = self._sources.get(rank)
         nbytes, request_s = (

@@ -185,7 +185,7 @@ class StatePublisher:
             await self._send_start_state(begin_now, step, num_started)
 
     async def _send_start_state(self, ranks: Sequence[int], step: int, num_started: int) -> None:
-        """Sends replicas their start state, once all earlier exchanges are whole.
+        """Sends replicas their start state, once all earlier exchanges are complete.
 
         It includes all results that a member may lack, so that the replicas can hand these over as well.
         """
@@ -207,7 +207,7 @@ class StatePublisher:
                 continue
             offer.start_state = start_state
             for result in results:
-                if not offer.needs_result(result):  # all others were announced when they became whole
+                if not offer.needs_result(result):  # all others were announced when they became complete
                     offer.results[result.number] = result
                     self._send_result(rank, result, 0)
             self._send_news(rank, {"begins": start_state})

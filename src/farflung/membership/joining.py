@@ -95,7 +95,7 @@ class Joiner:
         return start_state is None
 
     def _begin(self, start_state: Mapping[str, Any]) -> None:
-        """Begins to take part, with all whole exchanges."""
+        """Begins to take part, with all complete exchanges."""
         follower, self.follower, self._is_seeking = self.follower, None, False
         assert follower is not None
         self.join_nbytes = follower.received_nbytes
@@ -216,7 +216,7 @@ class Joiner:
                 self._comm.send(build_payload(text), int(name), TAG, -1)
 
     async def _seek_members(self) -> None:
-        """Ends a joining member if the members that have the state are silent, or had ended before it came.
+        """Ends a joining member if no member that has the state answers, or all had ended before it came.
 
         A suspended member waits for their return.
         """

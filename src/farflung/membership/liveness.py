@@ -130,7 +130,7 @@ class LivenessMonitor:
             reasons = dict.fromkeys(late_names, reason)
         elif not late_names and idle_s >= _STUCK_FACTOR * self._patience_s:
             self._agreement.stop(
-                f"exchange {oldest.number} is not whole after {waits_s:.0f} s, and nothing has moved for "
+                f"exchange {oldest.number} is not complete after {waits_s:.0f} s, and nothing has moved for "
                 f"{idle_s:.0f} s, but all members answer"
             )
         for name in sorted(reasons):

@@ -16,7 +16,7 @@ from farflung.membership.views import View, find_largest_connected, find_reachab
 __all__ = ["CertificateSigner", "Driver", "Member"]
 
 CertificateSigner: TypeAlias = Callable[[str, int, MemberReport | None], EndCertificate]
-"""Function that signs a certificate of a name, an exit code and a will."""
+"""Function that signs a certificate of a name, an exit code and a final report."""
 
 
 class Driver(Protocol):
@@ -31,12 +31,12 @@ class Driver(Protocol):
         ...
 
     def freeze(self) -> tuple[int, ...]:
-        """Stops all exchanges, and returns the whole ones.
+        """Stops all exchanges, and returns the complete ones.
 
-        Afterwards no exchange of the view becomes whole on this member, and no contribution is sent.
+        Afterwards no exchange of the view becomes complete on this member, and no contribution is sent.
 
         Returns:
-          The number up to which all exchanges are whole, then the later whole ones, ascending. Empty while this
+          The number up to which all exchanges are complete, then the later complete ones, ascending. Empty while this
           process does not have the model.
         """
         ...
@@ -44,7 +44,7 @@ class Driver(Protocol):
     def install_view(self, view: View) -> None:
         """Enters a view.
 
-        Exchanges in ``view.whole_exchanges`` are done, and missing ones are adopted from their givers. All later
+        Exchanges in ``view.complete_exchanges`` are done, and missing ones are adopted from their givers. All later
         exchanges are repeated under the new number, from the contributions sent before. A process without the model
         drops exchanges that it has adopted. Data of an older view is refused, and data of a newer one is kept until
         that view is installed.
@@ -143,14 +143,14 @@ class Member:
         self.handle_connection(name)
 
     def handle_certificate(self, certificate: EndCertificate) -> None:
-        """Records that a process has ended or no longer takes part; its will counts as a report from now."""
-        name, will = certificate.name, certificate.final_report
+        """Records that a process has ended or no longer takes part; its final report counts from now."""
+        name, final_report = certificate.name, certificate.final_report
         if name == self.name or name in self._certificates:
             return
         self._certificates[name] = certificate
         self.handle_loss(name)
-        if will is not None:
-            self._handle_report(name, will)
+        if final_report is not None:
+            self._handle_report(name, final_report)
         if self.view is not None and name in self.view.members:
             self._view_certificates[name] = certificate
             self._has_news = True
@@ -241,11 +241,11 @@ class Member:
         """Stops without an agreement after the driver's patience has run out, and announces it (R9)."""
         if self.is_stopped or not (self.view is None or self.is_frozen):
             return
-        will = None
+        final_report = None
         reason = "no view has admitted this process"
         if self.view is not None:
-            will = self._build_report()
-            self._driver.store_report(will)
+            final_report = self._build_report()
+            self._driver.store_report(final_report)
             alive = [x for x in self.view.members if x not in self._view_certificates]
             reached = [x for x in alive if x in self.connected_names]
             unreached = [x for x in alive if x not in (self.name, *reached)]
@@ -255,7 +255,7 @@ class Member:
                 f"needed: more than half of {len(alive)} members, or half with {alive[0]}"
             )
         for name in sorted(self.connected_names):
-            self._driver.send(name, self._sign_certificate(self.name, 0, will))
+            self._driver.send(name, self._sign_certificate(self.name, 0, final_report))
         self._stop(reason)
 
     # --- knowledge (R1, R7) -----------------------------------------------------------------------------------------
@@ -392,13 +392,13 @@ class Member:
         return reports
 
     def _choose_value(self, reports: Mapping[str, MemberReport]) -> View:
-        """Returns the value of the highest ballot in a report or will; otherwise the successor view."""
-        wills = [
+        """Returns the view voted for at the highest ballot in a report or final report, or else the successor view."""
+        final_reports = [
             x.final_report
             for x in self._view_certificates.values()
             if x.final_report is not None and x.final_report.view == self.view
         ]
-        earlier = [report.vote for report in (*reports.values(), *wills) if report.vote is not None]
+        earlier = [report.vote for report in (*reports.values(), *final_reports) if report.vote is not None]
         return max(earlier, key=lambda vote: vote.ballot).value if earlier else self._build_successor(reports)
 
     def _build_successor(self, reports: Mapping[str, MemberReport]) -> View:

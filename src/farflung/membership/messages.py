@@ -152,7 +152,7 @@ class MessageCodec:
         return EndCertificate(name, exit_code, final_report, digest)
 
     def encode(self, message: Message) -> bytes:
-        """Encodes a message as JSON; certificates follow those that their wills name."""
+        """Encodes a message as JSON; certificates follow those that their final reports name."""
         certificates: dict[str, _FlatCertificate] = {}
         if isinstance(message, Vote):
             envelope = _Envelope(None, message, ())
@@ -179,8 +179,8 @@ class MessageCodec:
         envelope: _Envelope = _parse_value(plain, _Envelope)
         certificates: dict[str, EndCertificate] = {}
         for name, exit_code, flat, signature in envelope.certificates:
-            will = None if flat is None else _unflatten_report(flat, certificates)
-            certificate = self.sign_certificate(name, exit_code, will)
+            final_report = None if flat is None else _unflatten_report(flat, certificates)
+            certificate = self.sign_certificate(name, exit_code, final_report)
             if not name or name in certificates or not hmac.compare_digest(certificate.signature, signature):
                 raise MalformedMessage(
                     f"certificate of {name or 'no process'}: given twice, or its signature is wrong"
@@ -210,13 +210,13 @@ def _flatten_report(report: MemberReport) -> _FlatReport:
 def _collect_certificates(
     certificates: Mapping[str, EndCertificate], collected: dict[str, _FlatCertificate]
 ) -> None:
-    """Collects certificates in sending order: after those that their wills name."""
-    for name, exit_code, will, signature in certificates.values():
+    """Collects certificates in sending order: after those that their final reports name."""
+    for name, exit_code, final_report, signature in certificates.values():
         if name not in collected:
-            if will is not None:
-                _collect_certificates(will.certificates, collected)
+            if final_report is not None:
+                _collect_certificates(final_report.certificates, collected)
             collected[name] = _FlatCertificate(
-                name, exit_code, None if will is None else _flatten_report(will), signature
+                name, exit_code, None if final_report is None else _flatten_report(final_report), signature
             )
 
 
@@ -224,16 +224,16 @@ def _collect_certificates(
 
 
 def _unflatten_report(flat: _FlatReport, certificates: Mapping[str, EndCertificate]) -> MemberReport:
-    view, counts, wills, held, vote = flat
+    view, counts, certificate_names, held, vote = flat
     _check_view(view)
     know: dict[Fact, int] = {}
     for kind, member, peer, count in counts:
         if kind not in ("link", "leave", "redo") or (kind == "link") != bool(peer) or not member or count < 1:
             raise MalformedMessage("knowledge: not a fact with its count")
         know[Fact(kind, member, peer)] = count
-    if len(know) < len(counts) or not _is_ascending(wills):
+    if len(know) < len(counts) or not _is_ascending(certificate_names):
         raise MalformedMessage("knowledge: a fact or a certificate is given twice")
-    if not certificates.keys() >= set(wills) or not set(wills) <= set(view.members):
+    if not certificates.keys() >= set(certificate_names) or not set(certificate_names) <= set(view.members):
         raise MalformedMessage("knowledge: the certificate of a member is missing")
     if held is not None and not _is_ascending(held):
         raise MalformedMessage("held: exchanges are not in ascending order")
@@ -241,7 +241,7 @@ def _unflatten_report(flat: _FlatReport, certificates: Mapping[str, EndCertifica
         _check_vote(vote)
         if vote.value.number != view.number + 1:
             raise MalformedMessage("vote: not for the view after the report's")
-    return MemberReport(view, know, {name: certificates[name] for name in wills}, held, vote)
+    return MemberReport(view, know, {name: certificates[name] for name in certificate_names}, held, vote)
 
 
 def _check_vote(vote: Vote) -> None:

@@ -17,7 +17,7 @@ class Roster:
     Args:
       view: First view.
       change: Members that take samples at the first step.
-      max_steps_ahead: Maximum number of steps that a member begins after the last one whose exchanges are all whole.
+      max_steps_ahead: Maximum number of steps that a member begins after the last one whose exchanges are all complete.
     """
 
     def __init__(self, view: View, change: Change, max_steps_ahead: int) -> None:
@@ -98,10 +98,10 @@ class Roster:
             tuple(int(name) for name in names if name not in other_names)
             for names, other_names in ((previous_members, view.members), (view.members, previous_members))
         )
-        last_whole, newest = view.complete_exchanges[0], set(view.complete_exchanges)
-        while last_whole + 1 in newest:
-            last_whole += 1
-        last_done = max(step for number, step in step_ends if number <= last_whole)
+        last_complete, newest = view.complete_exchanges[0], set(view.complete_exchanges)
+        while last_complete + 1 in newest:
+            last_complete += 1
+        last_done = max(step for number, step in step_ends if number <= last_complete)
         ranks = tuple(map(int, view.members))
         # Later steps need exchanges of the new view: no member has begun them, and by then all its members have.
         first_step = max((self.first_steps.get(rank, 0) for rank in ranks if rank not in joined), default=0)

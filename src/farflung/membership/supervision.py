@@ -119,13 +119,13 @@ def announce_end(page: Page, exit_code: int) -> list[threading.Thread]:
     if content is None:
         return []
     name, access, text = content
-    codec, will = MessageCodec(access.key), None
+    codec, final_report = MessageCodec(access.key), None
     if text:
         message = codec.decode(text)
         if not isinstance(message, MemberReport):
-            raise MalformedMessage("a will that is no report")
-        will = message
-    signed = codec.encode(codec.sign_certificate(name, exit_code, will)).decode()
+            raise MalformedMessage("a final report of another kind")
+        final_report = message
+    signed = codec.encode(codec.sign_certificate(name, exit_code, final_report)).decode()
     threads = [
         threading.Thread(target=_deliver_certificate, args=(access, address, signed), daemon=True)
         for address in access.addresses

@@ -26,10 +26,11 @@ class Handover(NamedTuple):
 
 
 class View(NamedTuple):
-    """Numbered list of members, and the exchanges that are whole before it begins.
+    """Numbered list of members, and the exchanges that are complete before it begins.
 
-    A member's rank in the view is its place in ``members``. Exchanges up to ``complete_exchanges[0]`` are whole on each
-    member that has the model, and later ones in ``complete_exchanges`` on their ``holders``. All others are repeated.
+    A member's rank in the view is its index in ``members``. Exchanges up to ``complete_exchanges[0]`` are complete on
+    each member that has the model, and later ones in ``complete_exchanges`` on their ``holders``. All others are
+    repeated.
 
     Args:
       number: Number of the previous view plus one.

@@ -53,7 +53,7 @@ def _build_lan(
 
 
 def _build_wifi(mbps: int) -> NetworkProfile:
-    """Builds the profile of Mercury's devices around one router, each shaped to one rate."""
+    """Builds the profile of Mercury (Zeng et al. 2021): devices around one router, each limited to ``mbps``."""
     rate = mbps * 1e6
     return NetworkProfile(
         f"wifi-{mbps}mbps",

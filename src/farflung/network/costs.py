@@ -59,7 +59,7 @@ def predict_ring_s(profile: NetworkProfile, nbytes: int, metadata_nbytes: int) -
 
 
 def _compute_ring_links(profile: NetworkProfile) -> tuple[np.ndarray, np.ndarray]:
-    """Computes latency and seconds per bit from every rank to the next."""
+    """Computes latency and seconds per bit from each rank to the next, while all hops send at once."""
     from farflung.network.link import compute_mean_capacity
     from farflung.network.wiring import Wiring
 
@@ -111,7 +111,7 @@ def _compute_delays(
     gathering: Sequence[FlowBundle],
     spreading: Sequence[FlowBundle],
 ) -> tuple[float, float]:
-    """Computes the longest one-way delay, and the longest delay to an owner and on to another node."""
+    """Computes the longest latency of the spreading flows, and of gathering plus spreading at one owner, in seconds."""
 
     def get_latency_s(bundle: FlowBundle) -> float:
         return profile.get_site_link(groups[bundle.src].site, groups[bundle.dst].site).link.latency_s

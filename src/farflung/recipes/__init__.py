@@ -1,4 +1,4 @@
-"""Recipes, which combine one member of each family, and presets."""
+"""Recipes, which combine one component of each family, and presets."""
 
 from farflung.recipes.recipe import FAMILIES, RECIPES, Recipe, parse_recipe
 

@@ -1,4 +1,4 @@
-"""Parser of a recipe's changes in parentheses: other members, and options of its namesake member."""
+"""Parser of a recipe's changes in parentheses: other components, and options of its namesake."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["parse_changes"]
 def parse_changes(text: str, settings: Mapping[str, Setting]) -> tuple[str, dict[str, Json]]:
     """Parses ``name(setting=value)`` into the name and the changed settings.
 
-    A recipe that is named after its codec, reducer or schedule accepts that member's options too. Unchanged options
+    A recipe that is named after its codec, reducer or schedule accepts that component's options too. Unchanged options
     keep the preset's values.
 
-    >>> from farflung.config import settings_of
+    >>> from farflung.config import list_settings
     >>> from farflung.recipes import Recipe
-    >>> parse_changes("delayed(period=8, codec=int8)", settings_of(Recipe))
+    >>> parse_changes("delayed(period=8, codec=int8)", list_settings(Recipe))
     ('delayed', {'codec': 'int8', 'schedule': "delayed(delay='auto', period=8)"})
 
     Args:
@@ -43,6 +43,7 @@ def parse_changes(text: str, settings: Mapping[str, Setting]) -> tuple[str, dict
 
 
 def _parse_nodes(text: str, settings: Collection[str]) -> tuple[str, dict[str, ast.expr]]:
+    """Parses a recipe into its name and changed settings as syntax trees; merges options of its namesake component."""
     refusal = f"recipe {text!r}: write it as name or name(setting=value), as in synchronous(codec=int8)"
     try:
         tree = parse("recipe", text)
@@ -73,18 +74,18 @@ def _parse_nodes(text: str, settings: Collection[str]) -> tuple[str, dict[str, a
         raise ConfigError(
             f"recipe {text!r}: {', '.join(options)}: write options of the {family} into {family}=..., or leave that out"
         )
-    member = parse(family, getattr(RECIPES[name], family))
-    preset_keywords = member.keywords if isinstance(member, ast.Call) else []
+    component = parse(family, getattr(RECIPES[name], family))
+    preset_keywords = component.keywords if isinstance(component, ast.Call) else []
     merged = {keyword.arg: keyword.value for keyword in preset_keywords} | options
     keywords = [ast.keyword(option, value) for option, value in merged.items()]
     return name, {**changes, family: ast.Call(ast.Name(name), [], keywords)}
 
 
 def _find_namesake_options(name: str, settings: Collection[str]) -> tuple[str, list[str]]:
-    """Returns the family in which a preset's member has the preset's name, and that member's options."""
+    """Returns the family whose component has the preset's name, and that component's options that are not settings."""
     for family in ("codec", "reducer", "schedule") if name in RECIPES else ():
-        member = getattr(RECIPES[name], family)
-        if isinstance(member, str) and parse_name(family, member) == name:
+        component = getattr(RECIPES[name], family)
+        if isinstance(component, str) and parse_name(family, component) == name:
             from farflung.recipes.components import REGISTRIES  # and torch, which other texts do without
 
             options = inspect.signature(REGISTRIES[family][name]).parameters

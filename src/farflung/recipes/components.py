@@ -1,4 +1,4 @@
-"""Builds the members of a recipe's families from its text and objects."""
+"""Builds the components of a recipe's families from its text and objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REGISTRIES: dict[str, Mapping[str, Any]] = {
     "sharing": SHARINGS,
     "scaling": SCALINGS,
 }
-"""Registered members of each family, by name."""
+"""Registered components of each family, by name."""
 _BASE_CLASSES: dict[str, type] = {
     "reducer": Reducer,
     "sampler": Sampler,
@@ -40,13 +40,13 @@ _BASE_CLASSES: dict[str, type] = {
     "sharing": Sharing,
     "stream": Stream,
 }
-"""Base class of a family's members."""
+"""Base class of a family's components."""
 _REQUIRED_METHODS = {"codec": "encode", "scaling": "compute_factor"}
-"""Method required of members of the other families."""
+"""Method required of components of the other families."""
 
 
 def build_components(recipe: Recipe, seed: int, share: int | None) -> Components:
-    """Builds the members of a recipe; see :meth:`Recipe.build_components`."""
+    """Builds the components of a recipe; see :meth:`Recipe.build_components`."""
     is_native = find_collective(recipe.collective).is_native
     check_integer(f"recipe {recipe.name}", "bucket_nbytes", recipe.bucket_nbytes, 1)
     stream: Stream = _build_component("stream", recipe.stream, STREAMS, needs_fresh=True)
@@ -99,14 +99,14 @@ def _build_component(
     *,
     needs_fresh: bool = False,
 ) -> Any:
-    """Returns the member named by text, created by a class or function, or passed as an object.
+    """Returns the component that is named by text, created by a class or function, or passed as an object.
 
     Args:
       kind: Family.
-      component: Member as text, class, function or object.
-      registry: Members of the family by name.
+      component: Component as text, class, function or object.
+      registry: Components of the family by name.
       options: Options with settings of their own.
-      needs_fresh: True if each replica needs its own member, so that an object is rejected.
+      needs_fresh: True if each replica needs its own component, so that an object is rejected.
     """
     if isinstance(component, str):
         instance = build(kind, component, registry, options)
@@ -134,7 +134,7 @@ def _is_component(kind: str, member: object) -> bool:
 
 
 def _explain_mismatch(kind: str) -> str:
-    """Explains why an object is no member of a family."""
+    """Explains why an object is not a component of a family."""
     if kind in _BASE_CLASSES:
         return f"its class has to derive from farflung.types.{_BASE_CLASSES[kind].__name__}"
     return f"it has no method {_REQUIRED_METHODS[kind]}(); see farflung.types.{kind.title()}"

@@ -1,4 +1,4 @@
-"""Recipe: a named combination of one member of each family."""
+"""Recipe: a named combination of one component of each family."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["FAMILIES", "RECIPES", "Recipe", "list_component_settings", "parse_re
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Members of each family that a run trains with.
+    """Components of each family that a run trains with.
 
-    A member is text, ``name``, ``name(option=value)`` or ``module:name(option=value)``, or an object: a codec, reducer
-    or schedule itself, or a class or function that creates it.
+    A component is text, ``name``, ``name(option=value)`` or ``module:name(option=value)``, or an object: a codec,
+    reducer or schedule itself, or a class or function that creates it.
 
     >>> from farflung.codecs import TopK
     >>> Recipe(codec=TopK(density=0.1)).to_json()["codec"]
@@ -61,12 +61,12 @@ class Recipe:
     bucket_nbytes: int = BUCKET_NBYTES
 
     def with_components(self, **members: object) -> Recipe:
-        """Returns the recipe with the members that are not None replaced."""
+        """Returns the recipe with the given components replaced; None keeps one."""
         changes: dict[str, Any] = {field: value for field, value in members.items() if value is not None}
         return replace(self, **changes)
 
     def build_components(self, seed: int, share: int | None = None) -> Components:
-        """Builds new members for one replica.
+        """Builds one replica's components; those passed as objects are used unchanged.
 
         Args:
           seed: Seed of the run.
@@ -74,8 +74,8 @@ class Recipe:
             ``None`` to draw from the whole set, in turn with the others.
 
         Raises:
-          UnknownName: a member does not exist.
-          ConfigError: an option is out of range, or members are incompatible.
+          UnknownName: a component does not exist.
+          ConfigError: an option is out of range, or components are incompatible.
         """
         from farflung.recipes.components import (
             build_components,
@@ -85,7 +85,7 @@ class Recipe:
 
     @property
     def component_texts(self) -> dict[str, str]:
-        """Text of each member; in ``<>`` for an object that no other process could create."""
+        """Text of each component; in ``<>`` for an object that no other process could create."""
         return {family: _format_component(family, getattr(self, family)) for family in FAMILIES}
 
     @property
@@ -95,7 +95,7 @@ class Recipe:
 
     @property
     def text(self) -> str:
-        """Name and members that differ from the preset of that name, or from the defaults."""
+        """Name, and components that differ from the preset of that name or from the defaults."""
         defaults = RECIPES.get(self.name, Recipe()).settings
         changes = [f"{name}={text}" for name, text in self.settings.items() if text != defaults[name]]
         return f"{self.name}({', '.join(changes)})" if changes else self.name
@@ -108,7 +108,7 @@ class Recipe:
 FAMILIES = tuple(
     field.name for field in fields(Recipe) if field.name not in ("name", "summary", "bucket_nbytes")
 )
-"""Families of members in a recipe."""
+"""Families of components in a recipe."""
 
 
 def _format_component(family: str, component: object) -> str:

@@ -177,6 +177,7 @@ class AdaptiveTopK(Reducer):
     async def _reduce_paper(
         self, channel: Channel, slot: StateSlot, contribution: Contribution, step: int
     ) -> ReduceResult:
+        """Sends the largest entries or all, as all ranks decided by earlier norms, or by this step's if exact."""
         tensor, method, state = compute_numerator(channel, contribution), self.method, slot.state
         cost = CodingCost("norms", method, tensor.numel())
         norms = channel.compute(cost, partial(self._compute_norms, state, tensor))
@@ -217,7 +218,7 @@ class AdaptiveTopK(Reducer):
         return CodecState(shared if self.decide == "last" else self._with_share(shared, sums), state.local)
 
     def _update_all_states(self, states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
-        """Decides for all buckets, by the sums over all of them."""
+        """Returns all states with the next decision, made from squared norms summed over all buckets."""
         sums = [
             math.fsum(numbers)
             for numbers in zip(*(state.shared["sums"] for state in states.values()), strict=True)
@@ -289,7 +290,7 @@ class AdaptiveTopK(Reducer):
 
 
 def _count_exchange(state: CodecState, is_compressed: bool) -> CodecState:
-    """Counts one exchange in the CNC ratio."""
+    """Records one exchange in the CNC ratio."""
     shared = state.shared
     counts = {"steps": shared["steps"] + 1, "compressed": shared["compressed"] + is_compressed}
     return CodecState({**shared, **counts}, state.local)

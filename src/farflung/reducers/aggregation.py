@@ -101,7 +101,7 @@ class CodecExchange:
     async def recv(
         self, src: int, hop: int, local_payload: Payload, device: torch.device
     ) -> tuple[Payload, Tensor]:
-        """Receives the payload of a rank, on ``device``, and its metadata; ``local_payload`` gives the specs."""
+        """Receives a rank's payload on ``device``, and its metadata; returns the local ones for this rank itself."""
         if src == self.channel.rank:
             return local_payload, self.metadata
         expect = (
@@ -179,7 +179,7 @@ def start_linear(
 def start_gathered(
     exchange: CodecExchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
 ) -> StartedAggregation:
-    """Encodes once; each rank sends its payload to all, and decodes and sums all payloads in rank order.
+    """Starts an aggregation that sends one payload to all ranks, and sums decoded payloads in rank order.
 
     Takes one delay, but traffic grows with the number of ranks.
     """

@@ -256,7 +256,7 @@ class PowerSGD(Reducer):
         return matrices
 
     def _repair_q(self, state: CodecState, shape: str, q: Tensor, device: torch.device, step: int) -> Tensor:
-        """Returns Q on the device, with random columns in place of zero or non-finite ones."""
+        """Returns Q on the device: a random one without warm start, else with unusable columns replaced."""
         noise = create_device_generator(device, state.shared["seed"], shape, step)
         fresh = self._draw_q(shape, len(q), q.dtype, noise)
         if not self.warm_start:

@@ -171,6 +171,7 @@ class ReportedRun:
     def _collect_values(
         self, field: str, index: int | None, *, from_evaluations: bool
     ) -> dict[int, dict[int, float]]:
+        """Returns the finite values of a field of events, by step and then by rank."""
         values: dict[int, dict[int, float]] = {}
         for rank, history in self.histories.items():
             for step, (_, event) in (history.evaluations if from_evaluations else history.steps).items():
@@ -225,6 +226,7 @@ def _smooth(values: Iterable[float], half: int) -> list[float]:
 def _build_line(
     run: ReportedRun, name: str, values: Mapping[int, float], *, from_evaluations: bool = False
 ) -> dict[str, Json]:
+    """Returns a chart's line as JSON: step, time, bytes and value of about :data:`MAX_POINTS` points at most."""
     events = run.evaluations if from_evaluations else run.steps
     stride = math.ceil(len(values) / MAX_POINTS)
     steps = [step for index, step in enumerate(values) if index % stride == 0 or index == len(values) - 1]
@@ -253,6 +255,7 @@ def _build_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[Jso
 
 
 def _build_bars(run: ReportedRun, title: str) -> Iterator[Figure]:
+    """Yields a bar chart of each replica's total seconds by part; nothing if there are none."""
     seconds = {rank: h.part_seconds for rank, h in run.histories.items() if any(h.part_seconds.values())}
     parts = [
         name
@@ -331,7 +334,7 @@ def _build_shares(run: ReportedRun, title: str) -> Iterator[Figure]:
 
 
 def _build_traffic(run: ReportedRun, title: str) -> Iterator[Figure]:
-    """Builds the table of payload bytes that each rank has sent, by kind."""
+    """Yields the table of payload bytes sent by each replica that has ended, by kind."""
     finished = {rank: events for rank, events in run.events.items() if run.histories[rank].has_ended}
     if sent := read_traffic(finished) if finished else {}:
         rows = [[rank, *(sum(senders.get(rank, ())) for senders in sent.values())] for rank in finished]

@@ -53,9 +53,10 @@ def read_time_split(values: Mapping[str, Json], source: str) -> dict[str, float]
 
 
 def split_sessions(events: Iterable[Event], source: str) -> Iterator[list[tuple[float, Event]]]:
-    """Yields the events of each session of a run, with seconds since the first ``begin``.
+    """Yields the events of each session with their running seconds, which exclude the time between sessions.
 
-    A session lasts from one ``begin`` to the next. After a resume, time continues where it stopped.
+    A session lasts from one ``begin`` to the next. The first list holds what precedes the first ``begin``, and is
+    normally empty.
 
     Raises:
       DataError: An event has no time.

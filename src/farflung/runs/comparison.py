@@ -59,7 +59,7 @@ class Comparison:
         return compare_runs(self.courses, self.target)
 
     def build_table(self, width: int | None = None) -> Table:
-        """Builds the table of the comparison, without columns that exceed a width in characters."""
+        """Builds the table of the comparison, without columns that exceed ``width`` characters, by default 200."""
         from farflung.report import render_comparison_table
 
         return render_comparison_table(self.rows, self.target, width)
@@ -139,7 +139,8 @@ def compare(
                 stem = f"{stem}-{Path(config.network_name).stem}-seed-{config.seed}"
                 files = RunFolder(folder / "runs" / stem)
                 run = PreparedRun(config, files, config.describe_shares())
-                if not _is_complete(run):
+                _remove_incomplete(run)
+                if not run.files.summary_path.exists():
                     if trained_run is None or list_timing_decisions(trained_run):
                         simulate_prepared(run, sink, should_stop=should_stop, should_checkpoint=False)
                         if should_stop():
@@ -206,19 +207,18 @@ def _build_rows(
     return rows
 
 
-def _is_complete(run: PreparedRun[SimulatedConfig]) -> bool:
-    """Returns True for a complete run; removes an incomplete one.
+def _remove_incomplete(run: PreparedRun[SimulatedConfig]) -> None:
+    """Removes the folder of an incomplete run.
 
     Raises:
       ConfigError: The folder holds a run with other settings.
     """
     files = run.files
     if not files.config_path.exists():
-        return False
+        return
     if SimulatedConfig.load_settings(files) != run.config.to_json():
         raise ConfigError(
             f"{files.path} holds a run with other settings: choose another --out, or give the same options"
         )
     if not files.summary_path.exists():
         shutil.rmtree(files.path)
-    return files.summary_path.exists()

@@ -191,7 +191,7 @@ class RunConfig:
 
     @classmethod
     def list_settings(cls) -> dict[str, Setting]:
-        """Returns all settings by name: of the run, its training, and the members of its recipe."""
+        """Returns all settings by name: of the run, its training, and the components of its recipe."""
         run_settings = list_settings(cls)
         defaults = {**dict.fromkeys(list_component_settings(), "the recipe's"), **DEFAULT_TEXTS}
         part_settings = {
@@ -209,7 +209,7 @@ class RunConfig:
     def resolve(cls, *layers: Settings, task: Workload | None = None) -> Self:
         """Resolves settings: later layers override earlier ones, and all override the recipe and workload.
 
-        If a layer names a recipe, that recipe's members replace those of earlier layers.
+        If a layer names a recipe, that recipe's components replace those of earlier layers.
 
         Args:
           layers: Settings by name.
@@ -242,7 +242,7 @@ class RunConfig:
 
     @classmethod
     def _resolve_fields(cls, settings: dict[str, Any], task: Workload | None) -> dict[str, Any]:
-        """Returns the value of each field."""
+        """Returns the value of each field; removes an automatic batch size from ``settings``."""
         from farflung.workloads import WORKLOADS
 
         data = str(settings.get("data", "auto"))
@@ -258,11 +258,13 @@ class RunConfig:
         default_periods: dict[str, Any] = {
             name: max(1, steps) for name, steps in periods.items() if settings.get(name) is None
         }
-        members = {name: settings[name] for name in Recipe().settings if name in settings}
+        components = {name: settings[name] for name in Recipe().settings if name in settings}
         base_recipe: Any = settings.get("recipe", DEFAULT_RECIPE)
-        if isinstance(base_recipe, str):  # a full set of members needs no preset
-            base_recipe = Recipe(base_recipe) if members.keys() >= {*FAMILIES} else parse_recipe(base_recipe)
-        base_recipe = base_recipe.with_components(**members)
+        if isinstance(base_recipe, str):  # a full set of components needs no preset
+            base_recipe = (
+                Recipe(base_recipe) if components.keys() >= {*FAMILIES} else parse_recipe(base_recipe)
+            )
+        base_recipe = base_recipe.with_components(**components)
         if is_balanced:
             base_recipe = _balance_by_speed(base_recipe, training.seed)
         needs_shares = base_recipe.build_components(training.seed).needs_shares
@@ -417,8 +419,8 @@ class RunConfig:
         """Returns all settings by name, for the run's folder and comparison of ranks; objects as text."""
         names = [field.name for field in fields(self) if field.name in list_settings(type(self))]
         run_settings = {name: getattr(self, name) for name in names}
-        members = {"recipe": self.recipe.name, **self.training.to_json(), **self.recipe.settings}
-        return {"workload": self.workload, **members, **run_settings, "partition": self.partition_text}
+        settings = {"recipe": self.recipe.name, **self.training.to_json(), **self.recipe.settings}
+        return {"workload": self.workload, **settings, **run_settings, "partition": self.partition_text}
 
     @classmethod
     def load_settings(cls, folder: RunFolder) -> dict[str, Json]:

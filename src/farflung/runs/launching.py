@@ -96,6 +96,7 @@ def fork_worker_parent() -> Iterator[None]:
 
 
 def _run_forked_parent(read_fd: int, write_fd: int) -> None:
+    """Runs :func:`serve` on the pipe's read end in a session of its own, and exits with its code."""
     os.setsid()
     os.close(write_fd)
     sys.exit(serve(read_fd))

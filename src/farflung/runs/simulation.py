@@ -106,7 +106,7 @@ def simulate(
       sink: Sink for the events of all replicas.
       should_stop: Function that returns True after a stop request; all replicas then stop after the same step.
       settings: Settings of the command by name (``steps``, ``learning_rate``, ``partition``, ``network``, ``device``,
-        ``faults`` and so on). ``network``, ``device``, ``faults``, ``partition`` and recipe members may be objects.
+        ``faults`` and so on). ``network``, ``device``, ``faults``, ``partition`` and recipe components may be objects.
 
     Raises:
       BadInput: The input is invalid; raised before the run starts.
@@ -427,7 +427,7 @@ def limit_threads(count: int) -> Iterator[None]:
 
 
 def summarize_coding(world: VirtualWorld, *, is_resumed: bool) -> dict[str, Json]:
-    """Summarizes coding times; empty if devices have no rates.
+    """Returns rank 0's coding seconds, unless resumed, and all methods without a rate; empty if devices have no rates.
 
     ``coding_s`` is rank 0's seconds of coding and moving messages, unless the run was resumed. ``coding_not_charged``
     lists methods that lack a rate for some of their work.

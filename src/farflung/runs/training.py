@@ -109,10 +109,10 @@ def begin_training(
       BadInput: This machine cannot run it; nothing has been created.
     """
     config, options, endpoint = run.config, run.options, run.options.endpoint
-    parts, members = config.recipe.build_components(config.seed), config.recipe.component_texts
-    if options.data_stays and parts.sharing.has_data_transfers:
+    components, component_texts = config.recipe.build_components(config.seed), config.recipe.component_texts
+    if options.data_stays and components.sharing.has_data_transfers:
         raise ConfigError(
-            f"--data-stays: --sharing {members['sharing']} sends samples to other replicas: leave out "
+            f"--data-stays: --sharing {component_texts['sharing']} sends samples to other replicas: leave out "
             "--data-stays, or choose --sharing none"
         )
     env = LaunchEnv.read()

@@ -54,7 +54,7 @@ class Bacc:
     def choose_chunks(
         self, step: int, max_chunks: int, decide: Callable[[str, int, Callable[[], Json]], Decision]
     ) -> int:
-        """Chooses the number of chunks to score; called once a step.
+        """Returns the number of chunks to score at a step; chooses it anew once in every period.
 
         Args:
           step: Current step.
@@ -100,7 +100,7 @@ class Bacc:
         self._budget_s, self._scoring_s = 0.0, 0.0
 
     def _compute_chunks(self, max_chunks: int) -> int:
-        """Computes the number from the measurements; keeps the previous one if there are none."""
+        """Computes how many chunks the measured time allows; returns the previous number if none was scored."""
         if not self._num_scored:
             return self._num_chunks
         if not self._scoring_s:

@@ -155,6 +155,7 @@ class _BalancedBatches(Extension):
 
     @override
     async def finish_step(self, result: StepResult) -> None:
+        """Records the step's computing time; if a choice is due, awaits rank 0's samples per rank and sets them."""
         self._sampler.record_compute(result.samples, result.compute_s)
         speeds = self._sampler.collect_speeds(result.outcome.sums)
         if speeds is None:
@@ -175,7 +176,7 @@ class _BalancedBatches(Extension):
 def compute_balanced_counts(speeds: Sequence[float], total: int) -> list[int]:
     """Computes whole samples in proportion to speeds: at least 1, the rest by largest remainders, the first of equals.
 
-    >>> balanced_counts([3.0, 3.0, 1.0], 14)
+    >>> compute_balanced_counts([3.0, 3.0, 1.0], 14)
     [6, 6, 2]
     """
     exact = [max(1.0, total * speed / sum(speeds)) for speed in speeds]

@@ -92,11 +92,11 @@ class Gain:
     # --- measurements of this replica ---------------------------------------------------------------------------------
 
     def record_scores(self, moments: tuple[float, float, float], batch_fraction: float) -> None:
-        """Records the moments of a group of scores.
+        """Replaces the pending moments by those of a group of scores; applies them immediately outside a run.
 
         Args:
           moments: Result of :func:`farflung.sampling.importance.compute_second_moments`.
-          batch_fraction: b/M.
+          batch_fraction: Batch size divided by the number of candidates, b/M.
         """
         drawn, first, uniform = moments
         moments_sums = (
@@ -131,7 +131,7 @@ class Gain:
     # --- results equal on all replicas --------------------------------------------------------------------------------
 
     def did_change_rule(self, sums: Mapping[str, float]) -> bool:
-        """Updates the moving sums by a step's sums over all replicas; returns True if the rule has changed."""
+        """Updates the moving sums by a step's sums over all replicas; returns True if it changes the rule."""
         if self._undefined_reason:
             return False
         self._rule_steps += 1

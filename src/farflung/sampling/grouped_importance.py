@@ -203,7 +203,7 @@ class GroupedImportance(ScoringSampler):
 
     @override
     def draw(self, context: DrawContext) -> Draw:
-        """Draws a batch by the current scores.
+        """Draws a batch from a few groups, newer ones more often; returns rows of the score table and their weights.
 
         Raises:
           ConfigError: There are more groups than samples, or an option needs all samples and there is a stream.
@@ -300,7 +300,7 @@ class GroupedImportance(ScoringSampler):
     def plan_wait(
         self, context: DrawContext, decide: Callable[[str, int, Callable[[], Json]], Decision]
     ) -> WaitWork:
-        """Plans the next group of all samples, or of the stream's samples with the oldest scores, in chunks."""
+        """Plans the samples to score, and those for gradients and statistics; sets the rule of the next batch."""
         count = context.pool if isinstance(context.pool, int) else len(context.pool)
         size = self._compute_group_size(context, count, decide)
         gradients = math.ceil(self._fill_fraction * size / FORWARDS_PER_GRADIENT)
@@ -351,7 +351,7 @@ class GroupedImportance(ScoringSampler):
     def _compute_group_size(
         self, context: DrawContext, count: int, decide: Callable[[str, int, Callable[[], Json]], Decision]
     ) -> int:
-        """Computes the size of a group."""
+        """Computes the number of samples of the next group, from ``count`` available ones."""
         if self._groups == "bacc":
             limit = count if self._max_scored is None else min(self._max_scored, count)
             size = (
@@ -430,7 +430,7 @@ class GroupedImportance(ScoringSampler):
 
     @override
     def replace_samples(self, ids: SampleIds, scores: Tensor) -> None:
-        """Replaces samples and scores in slots, which stay in their groups."""
+        """Sets the scores of slots whose samples were replaced; the slots stay in their groups."""
         rows, is_held = self._find_rows(ids)
         self._scores[rows[is_held]], self._scored_at[rows[is_held]] = scores[is_held], UNKNOWN_STEP
 

@@ -54,7 +54,7 @@ class ScoringSampler(Sampler):
     def plan_wait(
         self, context: DrawContext, decide: Callable[[str, int, Callable[[], Json]], Decision]
     ) -> WaitWork:
-        """Plans the work of a step's wait.
+        """Plans the work of a step's wait; by default none.
 
         Args:
           context: Samples and sizes of the step.
@@ -103,16 +103,16 @@ class ScoringExtension(Extension):
     @override
     async def use_wait(self, step: int) -> None:
         """Does the work planned for a step, chunk by chunk."""
-        compute, view = self._loop.runtime.compute, self._loop.batch_loader.get_undrawn(step)
+        compute, context = self._loop.runtime.compute, self._loop.batch_loader.get_undrawn(step)
         begin, count, score = (
             self._loop.runtime.read_clock(),
             0,
             self._loop.build_scorer(self._sampler.scored_by),
         )
-        due = self._sampler.plan_wait(view, self._loop.runtime.decide_locally)
+        due = self._sampler.plan_wait(context, self._loop.runtime.decide_locally)
         for ids in due.scores:
             scores = await compute(Cost("score", len(ids)), partial(score, ids))
-            self._sampler.record_scores(ids, scores, view.step)
+            self._sampler.record_scores(ids, scores, context.step)
             count += len(ids)
         losses_of = self._loop.build_loss_fn() if due.gradients or due.statistics else score
         for ids in due.gradients:

@@ -83,6 +83,7 @@ class UniformSampler(Sampler):
             self._history[int(step)] = [range(*ends) for ends in ranges], count
 
     def _take_ranges(self, count: int) -> list[range]:
+        """Takes ``count`` positions of the order, those of returned batches first, and advances the cursor."""
         ranges: list[range] = []
         while count and self._returned_ranges:
             first = self._returned_ranges.pop(0)

@@ -126,7 +126,7 @@ class AdaComm(Schedule):
 
     @override
     def update_state(self, state: State, stats: SharedStats) -> State:
-        """Records the first block, and adapts the period if an interval has passed."""
+        """Records the first loss and rate, adapts the period after an interval, and sets the next block's end."""
         state = {**state}
         is_valid = stats.weight > 0 and 0 < stats.loss < math.inf
         if is_valid and state["loss"] is None:

@@ -85,7 +85,7 @@ class DiLoCo(Schedule):
 
     @override
     def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
-        """Returns one transfer for each bucket at the end of a block."""
+        """Returns one transfer for each bucket at the end of a block; blocks of the warm-up are shorter."""
         del state
         num_steps = step + 1
         if num_steps <= self.warmup:

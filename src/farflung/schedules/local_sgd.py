@@ -130,7 +130,7 @@ class PostLocalSGD(Schedule):
 
     @override
     def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
-        """Returns one transfer for each bucket, at every step and later at the end of a block."""
+        """Returns transfers of all gradients at warm-up steps, and of all updates at the end of later blocks."""
         del state
         replace, outer = self.merges
         if step < self.warmup:

@@ -104,7 +104,7 @@ class Pipelined(Schedule):
 
     @override
     def build_extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
-        """Returns weight prediction if requested; by default at width 2 if the optimizer supports it."""
+        """Returns weight prediction if requested; by default at width 2 without correction, if supported."""
         is_possible = is_predictable(loop.optimizer)
         if self.predict and not is_possible:
             raise ConfigError(

@@ -24,7 +24,7 @@ class VirtualClock:
         return self._time_s
 
     def call_at(self, t: float, fn: Callable[[], None], priority: int = 0) -> None:
-        """Calls ``fn`` when the clock shows ``t``; of equal times, the lowest ``priority`` first."""
+        """Calls ``fn`` at time ``t``, or now if ``t`` is past; of equal times, the lowest ``priority`` first."""
         self._sequence += 1
         heapq.heappush(self._heap, (max(t, self._time_s), priority, self._sequence, fn))
 

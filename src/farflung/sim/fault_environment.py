@@ -43,8 +43,7 @@ def check_plan(plan: FaultPlan, size: int, *, needs_all_members: bool = True) ->
         if needs_all_members and fault.kind in MEMBERSHIP_KINDS:
             raise Unsupported(
                 f"{fault}: virtual time carries {', '.join(sorted(SUPPORTED_FAULTS))} alone where every "
-                f"exchange needs all "
-                "replicas; members come and go in a view that is not whole (VirtualWorld(whole=False))"
+                "exchange needs all replicas; members come and go with VirtualWorld(needs_all_members=False)"
             )
     plan.check(
         size, SUPPORTED_FAULTS.union(MEMBERSHIP_KINDS if not needs_all_members else ()), "virtual time"
@@ -172,6 +171,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
         self.call_when_running(rank, self.get_running_s(rank), lambda: self._leave_view(rank))
 
     def _leave_view(self, rank: int) -> None:
+        """Begins the leave of a rank for the fault plan, unless it has requested one itself, and drops its task."""
         assert self._membership is not None
         if not self.did_request_leave(rank) and rank in self._membership:
             del self.running_tasks[rank]
@@ -291,7 +291,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
                     mailbox.end(task.error)
 
     def _check_waits(self) -> None:
-        """Ends the view if the oldest wait has passed its deadline; otherwise schedules the next check."""
+        """Fails the first wait that its failure detector gives up; otherwise schedules the next check."""
         self._is_check_scheduled = False
         alive = [rank for rank, task in self.running_tasks.items() if not task.is_done]
         if self.error is not None or not alive:

@@ -162,7 +162,7 @@ class Flows:
         return int(bits * line.path.num_connections / 8)
 
     def _start_queued(self, queue: _SendQueue) -> None:
-        """Starts the most urgent messages of a queue; those that take no time leave at once."""
+        """Starts the most urgent message of a queue, and the next ones as long as each leaves at once."""
         while queue.queue and queue.current is None:
             queue.current = heappop(queue.queue)
             self._send_next(queue)

@@ -31,7 +31,7 @@ class Pauses:
         self._paused_since_s.setdefault(key, self._clock.time())
 
     def resume(self, key: Hashable) -> None:
-        """Resumes a rank or a link, and its pending events."""
+        """Resumes a rank or a link; each pending event keeps its remaining time."""
         if key in self._paused_since_s:
             self._paused_s[key] = self.get_paused_s(key)
             del self._paused_since_s[key]
@@ -51,7 +51,7 @@ class Pauses:
         )
 
     def call_at(self, key: Hashable, due_s: float, fn: Callable[[float], None]) -> None:
-        """Calls ``fn(time)`` as soon as ``next_check_s`` running seconds have passed; at once if they have."""
+        """Calls ``fn(time)`` as soon as ``due_s`` running seconds have passed; immediately if they have."""
         if key in self._paused_since_s:
             self._pending_calls.setdefault(key, []).append((due_s, fn))
             return
@@ -64,7 +64,7 @@ class Pauses:
     def wrap_arrival(
         self, src: int, dst: int, on_arrival: Callable[[float], None]
     ) -> Callable[[float], None]:
-        """Returns the function to call at the arrival of a message sent now, in place of ``handle_arrivals``.
+        """Returns the function to call at the arrival of a message sent now, in place of ``on_arrival``.
 
         A message needs as much time without a cut as it would have taken, and never overtakes an earlier one. Shared
         capacity that it takes meanwhile is not given back.

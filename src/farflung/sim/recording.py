@@ -175,7 +175,7 @@ class _RecordingReducer(Reducer):
     def _wrap_update(
         self, update: Callable[[S], S], channel: _RecordingChannel, is_joint: bool, step: int, number: int
     ) -> Callable[[S], S]:
-        """Wraps an update so that the cost is recorded."""
+        """Wraps an update of the reducer state so that its operations are recorded for an exchange."""
 
         def record_update(states: S) -> S:
             new_states = update(states)

@@ -125,7 +125,7 @@ class VirtualWorld:
         *,
         build_rejoined: Callable[[VirtualRuntime], Coroutine[Pending[Any], None, T]] | None = None,
     ) -> list[T]:
-        """Drives one coroutine of each replica to its end.
+        """Drives one coroutine of each replica to its end; returns the results of those that were not lost.
 
         Args:
           coroutines: Coroutines by rank; that of an absent rank begins when the rank is admitted.
@@ -148,7 +148,7 @@ class VirtualWorld:
                 return Task(waiting.pop(rank), self.runtimes[rank].call_soon)
             if build_rejoined is None:
                 raise ConfigError(
-                    f"rank {rank} comes in again: say what it runs by run(coroutines, again=...)"
+                    f"rank {rank} comes in again: say what it runs by run(coroutines, build_rejoined=...)"
                 )
             runtime = self._create_runtime(rank)
             return Task(build_rejoined(runtime), runtime.call_soon)
@@ -190,7 +190,7 @@ class VirtualWorld:
         return [running[rank].result() for rank in remaining]
 
     def _create_runtime(self, rank: int) -> VirtualRuntime:
-        """Creates the runtime of a rank that is admitted again; messages to its earlier runtime do not reach it."""
+        """Replaces runtime and mailbox of a rank that is admitted again; earlier messages do not reach it."""
         self.network.mailboxes[rank] = Mailbox()
         runtime = self.runtimes[rank] = VirtualRuntime(self, rank, self.runtimes[rank].device)
         self.network.set_coding_processors([member.coding_processor for member in self.runtimes])

@@ -144,7 +144,7 @@ class Buffer:
         self._lanes, self._stride, self._max_lead = lanes, stride, max_lead
 
     def check_rate(self, rate: float) -> None:
-        """Checks that a constant rate supplies enough samples for a step.
+        """Checks that a constant rate supplies enough samples for a step within ``window_s``.
 
         Raises:
           ConfigError: The rate is too low; the message names a remedy.
@@ -172,7 +172,7 @@ class Buffer:
         return self._oldest_ids.get(lane, 0)
 
     def put(self, ids: SampleIds) -> None:
-        """Adds samples that have arrived."""
+        """Adds arrived samples, except those that an earlier choice has dropped; enforces no backlog."""
         if self._oldest_ids:
             unwanted = self._mark_unwanted(ids)
             self._drop(ids, unwanted)
@@ -235,11 +235,11 @@ class Buffer:
             if num_held < self._min_samples:
                 return self._min_samples - num_held
             per_second = self._decide_rate(step, rate)
-        low, high = self._compute_bounds(per_second)
+        min_count, max_count = self._compute_bounds(per_second)
         if self._selection is None or self._selection[0] != step:
-            if num_held < low:
-                return low - num_held
-            self._choose_samples(step, low, high)
+            if num_held < min_count:
+                return min_count - num_held
+            self._choose_samples(step, min_count, max_count)
         assert self._selection is not None
         counts = self._selection[1]
         missing = sum(max(0, count - len(self._get_lane(oldest))) for oldest, count in counts)

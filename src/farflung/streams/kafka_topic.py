@@ -193,7 +193,7 @@ class KafkaSource(MessageSource):
 
     @override
     def count_messages(self) -> Mapping[int, tuple[float, int]]:
-        """Requests the ends of partitions from the broker, independent of the consumer's position."""
+        """Requests the end offset of each partition, with the time of the answer; stops at the first failure."""
         counts: dict[int, tuple[float, int]] = {}
         for partition in self._partitions:
             try:
@@ -229,7 +229,7 @@ class KafkaSource(MessageSource):
         self._close()
 
     def _find_range(self, partition: Any) -> PartitionRange:
-        """Requests the range of one partition, whose offset is the committed one, if any."""
+        """Requests the offsets of a partition; ``partition.offset`` matters only if it begins at the committed one."""
         consumer = self._consumer
         first, end = self._ask_broker(lambda: consumer.get_watermark_offsets(partition, timeout=ANSWER_S))
         committed = partition.offset if first <= partition.offset <= end else first

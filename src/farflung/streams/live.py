@@ -108,8 +108,8 @@ class MessageSource(ABC):
     def count_messages(self) -> Mapping[int, tuple[float, int]]:
         """Returns for each partition a time and the number of messages that it had received by then, read or not.
 
-        Times are seconds of this machine's clock. Partitions with an unknown count are omitted. Called only if the
-        rate is measured.
+        Times are seconds of a clock of the source, which may stop while the source is suspended. Partitions with an
+        unknown count are omitted. Called only if the rate is measured.
         """
 
     def pause(self, is_paused: bool) -> None:  # noqa: B027
@@ -204,7 +204,7 @@ class LiveStream(Stream):
 
     @override
     def poll(self, time_s: float, step: int) -> Arrivals:
-        """Returns the samples of a step, as :meth:`farflung.types.Stream.poll`; starts reading at the first call."""
+        """Returns a step's samples, or a wait for missing ones; ignores the time, and reads from the first call on."""
         del time_s
         with self._condition:
             if self._thread is None:
@@ -313,6 +313,7 @@ class LiveStream(Stream):
     # --- where it begins ----------------------------------------------------------------------------------------
 
     def _start_thread(self, step: int) -> None:
+        """Starts the thread at the checkpoint's positions, or at those decided at ``step``."""
         if not self._next_positions:
             fresh: Json = {str(partition): reach.begin for partition, reach in self._ranges.items()}
             decision = self._feed.decide("positions", step, lambda: fresh)
@@ -357,6 +358,7 @@ class LiveStream(Stream):
             self._source.close()
 
     def _read(self) -> None:
+        """Reads one chunk if there is room; pauses the source after ``PAUSE_S`` seconds without room."""
         with self._condition:
             has_room = self._condition.wait_for(lambda: self._is_closed or self._has_room(), WAIT_S)
             room = self._compute_room()

@@ -31,8 +31,8 @@ def as_messages(rows: Batch) -> list[bytes]:
 
     >>> from farflung.types import Batch
     >>> (one,) = as_messages(Batch(torch.tensor([[1, 2]]), torch.tensor([7])))
-    >>> load(one)
-    {'inputs': tensor([1, 2]), 'targets': tensor(7)}
+    >>> sorted(load(one).items())
+    [('inputs', tensor([1, 2])), ('targets', tensor(7))]
     """
     samples = zip(rows.inputs.contiguous(), rows.targets.contiguous(), strict=True)
     return [save({"inputs": inputs, "targets": targets}) for inputs, targets in samples]

@@ -265,17 +265,17 @@ class Sharing:
     """True if samples are sent to other replicas."""
 
     def is_due(self, step: int) -> bool:
-        """Returns True if samples are lent at ``step``; equal on all replicas."""
+        """Returns True if samples are injected at ``step``; equal on all replicas."""
         del step
         return False
 
     def get_local_batch_size(self, batch_size: int, size: int) -> int:
-        """Returns the number of samples that a replica draws itself for a step."""
+        """Returns the number of samples that a replica draws itself, so that received samples fit in its batch."""
         del size
         return batch_size
 
     async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
-        """Lends samples, before the gradient of ``step`` is computed.
+        """Sends samples to other replicas for ``step``; returns the rows to train on, local ones first.
 
         Args:
           channel: Channel of this round.

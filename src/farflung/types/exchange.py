@@ -184,7 +184,7 @@ class Reducer:
         """
 
     def with_run_length(self, steps: int, warmup: int) -> Reducer:
-        """Returns the reducer with options resolved that depend on a run's length.
+        """Resolves options that depend on a run's steps, or on the steps in which its learning rate rises.
 
         Args:
           steps: Number of steps of the run.

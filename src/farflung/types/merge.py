@@ -102,12 +102,12 @@ class Merge:
         """
 
     def init(self, weights: Tensor) -> MergeState:
-        """Returns the initial state for ``weights``, which are equal on all ranks and given away."""
+        """Returns the initial state, which may keep the tensor ``weights``; its values are equal on all ranks."""
         del weights
         return MergeState()
 
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the flat tensor to average, which is given away, and the state to save until :meth:`apply`.
+        """Returns the flat tensor to average, which is given away, and ``saved`` for :meth:`apply`.
 
         Args:
           bucket: Bucket to average.
@@ -132,6 +132,6 @@ class Merge:
 
 
 def get_anchor(state: MergeState) -> Tensor:
-    """Returns the anchor of a merge that has one."""
+    """Returns the anchor of a merge; asserts that it has one."""
     assert state.anchor is not None
     return state.anchor

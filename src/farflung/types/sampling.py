@@ -191,4 +191,4 @@ class Sampler(ABC):
         return None
 
     def replace_samples(self, ids: SampleIds, scores: Tensor) -> None:  # noqa: B027
-        """Replaces the samples in these slots, with the scores of their previous owners."""
+        """Sets the scores of slots whose samples were replaced, from their previous owners."""

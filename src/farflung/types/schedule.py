@@ -157,12 +157,12 @@ class Schedule:
         raise NotImplementedError
 
     def needs_times(self, state: State, step: int) -> bool:
-        """Returns True if the decider's times are needed with the stats of exchanges that start at ``step``."""
+        """Returns True if stats of exchanges that start at ``step`` need times measured by the deciding rank."""
         del state, step
         return False
 
     def update_state(self, state: State, stats: SharedStats) -> State:
-        """Updates the state from the stats of a step, which are equal on all ranks."""
+        """Returns the next state, computed from the stats of a step, which are equal on all ranks."""
         del stats
         return state
 

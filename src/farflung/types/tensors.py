@@ -139,7 +139,7 @@ class SentBytes:
             self.add(kind, np.array(counts, dtype=np.int64))
 
     def add(self, kind: str, nbytes: int | Counts, dst: int | slice = _ALL_RANKS) -> None:
-        """Adds the bytes sent to ``dst``, or the bytes sent to each rank."""
+        """Adds bytes sent to ``dst``; without it, one number for each rank, or the same number for all ranks."""
         import numpy as np
 
         counts = self._counts.get(kind)

@@ -202,7 +202,7 @@ class LaunchEnv:
             ) from None
 
     def find_interface(self, store: dist.Store | None = None) -> str:
-        """Finds the address of this machine on the route to the other replicas.
+        """Returns this machine's address on the route to the other replicas; loopback if all are on this machine.
 
         Args:
           store: Store where they meet, if not at the master address.
@@ -246,7 +246,7 @@ class LaunchEnv:
 
 
 def find_interface_to_master(store: dist.Store | None) -> str:
-    """Finds the address of this machine on the route to the ranks of a process group.
+    """Returns this machine's address on the route to the host of a store; loopback without a store.
 
     Args:
       store: Store of the group; ``None`` for a single rank.

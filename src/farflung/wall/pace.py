@@ -54,19 +54,19 @@ class Pace:
         )
 
     def check_overrun(self, moment: float) -> None:
-        """Records that part of a step is computed; the step overruns if its modelled time has passed."""
+        """Counts the current step as overrun if a modelled time has passed; counts each step once."""
         if self._read_clock() > moment and not self._is_late:
             self._is_late = True
             self.num_overruns += 1
 
     def sleep_until(self, moment: float) -> None:
-        """Idles until a modelled time of the current computation."""
+        """Sleeps until a time on this clock, in seconds; returns immediately if it has passed."""
         remaining_s = moment - self._read_clock()
         if remaining_s > 0:
             self._sleep(remaining_s)
 
     def end(self, ends: float) -> None:
-        """Idles until a computation's modelled end."""
+        """Sleeps until a computation's modelled end, at which the next one begins."""
         self.sleep_until(ends)
         self._free_s = ends
 

@@ -132,6 +132,7 @@ class Rendezvous:
         return answer if answer is not None and answer.call == self.call else None
 
     def _follow(self, own_answer: _Answer) -> dict[int, _Answer]:
+        """Answers the leader's calls until the leader has published the answers of all ranks; returns these by rank."""
         for _ in self._poll():
             call, answers = self._board.read_call()
             if call and call != own_answer.call and not self._has_confirmed(self._rank, call):
@@ -297,7 +298,7 @@ class _Board:
         self._write(f"{self._name}/{rank}/question", question)
 
     def read_advice(self, rank: int, question: str) -> str | None:
-        """Returns the leader's answer to a question of a rank, or None."""
+        """Returns the leader's advice for a question, or None if it has not replied to this question."""
         match self._read(f"{self._name}/{rank}/advice"):
             case [str(asked), str(text)] if asked == question:
                 return text

@@ -217,7 +217,7 @@ class WallRuntime:
         return finished
 
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
-        """Computes on the calling thread, at the device's pace if there is one."""
+        """Runs ``fn`` on the calling thread; sleeps until its modelled end if a pace is set."""
         self.events += 1
         if self.pace is None:
             return create_completed(fn())
@@ -406,7 +406,7 @@ class WallRuntime:
             raise
 
     def _connect(self, announce: Callable[[Peer], Sequence[Peer]] | None) -> None:
-        """Connects to the others that ``announce`` returns, and starts the thread, which closes sockets."""
+        """Connects to the peers that ``announce`` returns; always starts the thread, which also closes sockets."""
         try:
             if announce is not None:
                 peers = announce(self.session.transport.local_peer)

@@ -86,7 +86,7 @@ def get_host(store: dist.Store | None) -> str | None:
 
 
 def _run_in_thread(connect: Callable[[], T], patience_s: float) -> T:
-    """Runs a connection attempt on another thread, because torch waits forever for a listener that is not a store."""
+    """Connects on another thread, because torch may wait forever; raises TimeoutError after ``patience_s``."""
     result: Future[T] = Future()
 
     def run() -> None:

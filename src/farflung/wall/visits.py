@@ -174,7 +174,7 @@ class _VisitHandler:
                 raise ValueError("no question")
 
     def _invite(self, must_answer: bool) -> dict[str, Json]:
-        """Assigns a replica a rank, or names the member to ask; only one member assigns ranks while it is present."""
+        """Reserves a rank for a joining replica, or returns the address of the member that assigns ranks."""
         if self._join_terms is None:
             raise ConfigError("the run takes no others (--elastic MIN:MAX)")
         ranks, own_rank = self.elastic.members, self._runtime.comm.rank
@@ -334,6 +334,7 @@ class JoinClient:
         runtime.launch(self._connect_members(runtime, peers)).wait()
 
     async def _connect_members(self, runtime: WallRuntime, peers: Sequence[Peer]) -> None:
+        """Connects to all members; returns when the first has greeted, and keeps in ``members`` those that have."""
         first_greeting: Pending[None] = Pending()
         runtime.launch(self._retry_visits(runtime, peers))
         for peer in sorted(peers, key=lambda peer: (peer.address is None, peer.rank)):  # relays first

@@ -116,6 +116,8 @@ def _build_norm(width: int) -> nn.Module:
 
 
 class _Block(nn.Module):
+    """Residual block of two convolutions with batch norms, and a shortcut padded with zero channels."""
+
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
         self.stride = out // width
@@ -240,7 +242,7 @@ class Transformer(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Block of causal attention, and two dense layers for each position."""
+    """Transformer block: causal attention and two dense layers, each with a layer norm and a residual."""
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ class Point(nn.Module):
 
 @dataclass
 class Quadratic:
-    r"""Sum of paraboloids of one curvature and many centres.
+    r"""Mean of paraboloids that share a curvature and differ in their centres.
 
     .. math:: f_i(w) = \tfrac12 (w - c_i)^\top A\,(w - c_i), \qquad w^* = \tfrac1n \sum_i c_i
 

@@ -101,6 +101,7 @@ class TorchWorkload:
         return self._average_per_sample("loss", self._loss(model(batch.inputs), batch.targets), batch)
 
     def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Returns each sample's metric; by default 1 or 0 for its class being right, otherwise minus its loss."""
         outputs: Tensor = model(batch.inputs)
         if self._metric is not None:
             return self._average_per_sample("metric", self._metric(outputs, batch.targets), batch)
@@ -192,7 +193,7 @@ class _DatasetAdapter:
 
 
 def _disable_reduction(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a loss that does not reduce over samples."""
+    """Returns a function as a loss with ``reduction='none'``; rejects a module with another reduction."""
     if isinstance(loss, nn.Module):
         if getattr(loss, "reduction", "none") != "none":
             raise ConfigError(

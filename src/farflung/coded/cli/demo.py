@@ -242,7 +242,7 @@ def _train_uncoded(learner: Learner, samples: Tensor, labels: Tensor) -> Iterate
 
 
 def _list_vanished(events: list[Event]) -> list[str]:
-    """Lists rank, time and partition of each device that vanished."""
+    """Formats rank, partition and time of each lost device, one text for each."""
     partitions, lines = {}, []
     for event in events:
         if event["event"] == "came":

@@ -17,7 +17,7 @@ __all__ = ["all_gather"]
 async def all_gather(
     channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sums in one one-way delay, with half the messages of :func:`farflung.comm.collectives.sharded.direct`.
+    """Sums over all ranks by sending every tensor to every rank; the latency is one one-way delay.
 
     Each rank sends ``n - 1`` tensors instead of ``2 (n - 1) / n``. Two replicas send no more than by ``direct``; many
     do, which pays off for tensors that are dominated by latency. With a codec a tensor is encoded once.

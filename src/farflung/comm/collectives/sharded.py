@@ -35,13 +35,13 @@ def count_half_owners(size: int) -> int:
 
 
 def count_one_owner(size: int) -> int:
-    """Counts the owners if only rank 0 owns a shard."""
+    """Returns 1: with a parameter server, rank 0 owns the whole tensor."""
     del size
     return 1
 
 
 def cut_shards(numel: int, element_nbytes: int, owners: int) -> list[list[Segment]]:
-    """Cuts a tensor into each owner's shard, and each shard into pieces, equally many for all."""
+    """Returns the segments of each owner's shard; all shards have equally many."""
     shards = cut_segments(numel, owners)
     pieces = count_pieces(shards[0].length * element_nbytes)
     return [cut_segments(shard.length, pieces, shard.start) for shard in shards]

@@ -34,14 +34,14 @@ class _Round:
 
     Args:
       step: Step at which it began.
-      places: Places of the samples offered.
+      slots: Slots of the samples offered.
       scores: Scores of these samples at that step.
       channel: Channel that counts its bytes.
       incoming: Samples from the partner.
     """
 
     step: int
-    places: SampleIds
+    slots: SampleIds
     scores: Tensor | None
     channel: ExchangeChannel
     incoming: Pending[SampleBatch]
@@ -51,7 +51,7 @@ class PermanentSharing(Sharing):
     """Sharing that moves samples permanently, in rounds concurrent with training.
 
     In a round each replica has one partner at most. It keeps drawing from the samples that it gives away until the
-    round takes effect, at a step fixed when the round begins. The partner's samples then take their places.
+    round takes effect, at a step fixed when the round begins. The partner's samples then take their slots.
     """
 
     has_data_transfers = is_permanent = True
@@ -70,10 +70,10 @@ class PermanentSharing(Sharing):
         raise NotImplementedError
 
     def choose_outgoing(self, num_samples: int, sampler: Sampler, *, step: int, rank: int) -> SampleIds:
-        """Returns the places of the samples to give away; any prefix of them is as good a choice.
+        """Returns the slots of the samples to give away; any prefix of them is as good a choice.
 
         Args:
-          num_samples: Number of samples that the replica owns, in places from 0 on.
+          num_samples: Number of samples that the replica owns, in slots from 0 on.
           sampler: Sampler that chooses if :attr:`needs_scores` is set.
           step: Step at which the round begins.
           rank: Rank of the replica.
@@ -149,8 +149,8 @@ class Ownership(Extension):
             self._apply_round(active_round, incoming)
         if self._sharing.should_begin(step) and self._sharing.get_due_step(step) < self._steps:
             rank = self._runtime.comm.rank
-            places = self._sharing.choose_outgoing(len(self._holding), self._sampler, step=step, rank=rank)
-            self._begin_round(step, places, self._sampler.get_scores(places))
+            slots = self._sharing.choose_outgoing(len(self._holding), self._sampler, step=step, rank=rank)
+            self._begin_round(step, slots, self._sampler.get_scores(slots))
 
     @override
     async def finish(self) -> None:
@@ -168,11 +168,11 @@ class Ownership(Extension):
 
     @override
     def state_dict(self) -> State:
-        """Returns the ids in the order of their places, and the start of a round in flight."""
+        """Returns the ids in the order of their slots, and the start of a round in flight."""
         state: State = {"ids": self._holding.ids.clone(), "round": {}, "sent_nbytes": self.sent_nbytes}
         if self._round is not None:
             scores = {} if self._round.scores is None else {"scores": self._round.scores}
-            state["round"] = {"step": self._round.step, "places": self._round.places, **scores}
+            state["round"] = {"step": self._round.step, "slots": self._round.slots, **scores}
         return state
 
     @override
@@ -180,19 +180,18 @@ class Ownership(Extension):
         """Continues from :meth:`state_dict`, and begins a round again that was in flight."""
         self._holding.load_ids(state["ids"])
         self.sent_nbytes = state["sent_nbytes"]
-        self.sent_nbytes = state["sent_nbytes"]
         if round_state := state["round"]:
-            self._begin_round(round_state["step"], round_state["places"], round_state.get("scores"))
+            self._begin_round(round_state["step"], round_state["slots"], round_state.get("scores"))
 
-    def _begin_round(self, step: int, places: SampleIds, scores: Tensor | None) -> None:
+    def _begin_round(self, step: int, slots: SampleIds, scores: Tensor | None) -> None:
         comm = self._runtime.comm
         partner = self._sharing.find_partner(step, comm.rank, comm.size)
         if partner is None:
             return
-        outgoing = SampleBatch(self._holding.ids[places], self._holding.get_rows(places), scores)
+        outgoing = SampleBatch(self._holding.ids[slots], self._holding.get_rows(slots), scores)
         channel = ExchangeChannel(comm, Purpose.SHARING.build_exchange_id(step), 0)
         incoming = self._runtime.launch(self._sharing.swap(channel, partner, outgoing, self._gate))
-        self._round = _Round(step, places, scores, channel, incoming)
+        self._round = _Round(step, slots, scores, channel, incoming)
 
     def _apply_round(self, current: _Round, incoming: SampleBatch) -> None:
         total = len(self._holding.data)
@@ -201,7 +200,7 @@ class Ownership(Extension):
                 f"samples swapped at step {current.step} are none of the {total} of the training set: do all ranks "
                 "train on the same?"
             )
-        places = current.places[: len(incoming)]
-        self._holding.replace_samples(places, incoming.ids, incoming.rows)
+        slots = current.slots[: len(incoming)]
+        self._holding.replace_samples(slots, incoming.ids, incoming.rows)
         if incoming.scores is not None:
-            self._sampler.replace_samples(places, incoming.scores)
+            self._sampler.replace_samples(slots, incoming.scores)

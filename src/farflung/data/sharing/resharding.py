@@ -24,7 +24,7 @@ class Resharding(PermanentSharing):
     In each round replicas are matched at random by a shared seed; of an odd number one has no partner. Both of a pair
     give equally many samples, :math:`N_o` or all of the smaller share. Each keeps drawing from the samples that it
     gives away until the round takes effect. This step is fixed when the round begins; a late round is waited for.
-    Received samples take the places of those given away, so shares and a sampler's groups keep their sizes.
+    Received samples take the slots of those given away, so shares and a sampler's groups keep their sizes.
 
     Samples are chosen by the sampler's scores. The score at the beginning of the round is sent with each sample, in 4
     bytes. ``by="uniform"`` is the importance-agnostic baseline, which chooses at random without replacement.
@@ -98,7 +98,7 @@ class Resharding(PermanentSharing):
 
     @override
     def choose_outgoing(self, num_samples: int, sampler: Sampler, *, step: int, rank: int) -> SampleIds:
-        """Chooses by importance or uniformly, and returns the places in random order."""
+        """Chooses by importance or uniformly, and returns the slots in random order."""
         random = create_generator(self._seed, "outgoing", step, rank)
         count = min(self._samples, num_samples)
         if not self.needs_scores:

@@ -153,7 +153,7 @@ class GradiVeQ(Reducer):
 
     @override
     def count_exchanges(self, times: int) -> int:
-        """Counts whole windows; of the last, the samples, the confirmation and one compressed exchange."""
+        """Returns exchanges of ``times - 1`` windows, and of one until its first compressed exchange."""
         window_exchanges = self.sample_steps + self.compress_steps
         if self._is_spread:
             window_exchanges = self.sample_steps * self._sample_period + 1

@@ -83,7 +83,7 @@ class SlicedLayer(NamedTuple):
             target.copy_(source)
 
     def _locate(self, tensor: Tensor, first: int, last: int) -> tuple[Tensor, slice]:
-        """Returns a view of the slices' positions, shape ``(positions, D, F)``, and the slices' range in it."""
+        """Returns a view ``(positions, D, F)`` around the slices, and their range in the flattened view."""
         begin, end = first * self.slice_numel, min(last * self.slice_numel, self.numel)
         plane = self.depth * self.filters
         first_position = begin // plane
@@ -231,7 +231,7 @@ class SliceCoder:
         return sliced + segment.dense_stop - segment.dense_start
 
     def encode(self, segment: EncodedSegment) -> Tensor:
-        """Encodes this rank's segment as a flat tensor that shares no memory."""
+        """Encodes this rank's segment as a new flat tensor; records squares, and the residual if it is kept."""
         parts = []
         for layer, first, last, mean, basis in self._iter_layers(segment):
             rows = layer.read_slices(self._tensor, first, last).to(self.dtype)

@@ -101,7 +101,7 @@ def solve_bases(state: State, ratio: float | None, left_out: float, solve: Basis
 
 
 def find_directions(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_out: float) -> Tensor:
-    """Finds the directions in which slices vary most about their means.
+    """Returns an orthonormal basis of the directions in which slices vary most about their means.
 
     Args:
       sums: Sum of the samples of each slice, shape ``(slices, K)``.
@@ -134,7 +134,7 @@ def adopt_bases(state: State, tensors: list[Tensor]) -> State:
 
 
 def count_exchange(state: State, num_votes: float, *, steps: float, size: int) -> State:
-    """Counts an exchange; starts a new window after ``steps``, or if ``num_votes`` is a majority of ``size``."""
+    """Counts an exchange; starts a new window after ``steps``, or if most of ``size`` ranks report drift."""
     count = state["count"] + 1
     if count >= steps or 2 * num_votes > size:
         return _begin_sampling(state)
@@ -147,7 +147,7 @@ def _begin_sampling(state: State) -> State:
 
 
 def count_dimensions(variances: Tensor, left_out: float) -> int:
-    r"""Counts the dimensions that explain all variance but a share: the smallest d.
+    r"""Returns the smallest number of dimensions that explain the share ``1 - left_out`` of the variance.
 
     .. math:: \sum_{k \le d} s_k \ge (1 - \lambda) \sum_k s_k
 

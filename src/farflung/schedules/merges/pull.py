@@ -57,6 +57,7 @@ class Pull(Merge):
 
     @override
     def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Rejects an optimizer with momentum of 1 or more."""
         momentum = get_momentum(optimizer)
         if momentum >= 1:
             raise ConfigError(
@@ -69,16 +70,17 @@ class Pull(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the updates since the last block; ``remaining_share`` is that which pulls have not removed."""
+        """Returns the updates since the last contribution; ``saved`` has the share not yet removed by pulls."""
         weights = bucket.copy_weights()
-        block = weights - state.local["base"]
+        local_update = weights - state.local["base"]
         state.local["base"] = weights
-        return block.clone(), {"contribution": block, "remaining_share": 1.0}
+        return local_update.clone(), {"contribution": local_update, "remaining_share": 1.0}
 
     @override
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
+        """Moves the anchor, or reverts the local update if ``mean`` is ``None``; then pulls towards the anchor."""
         recent = _compute_recent(bucket, state)
         if mean is None:
             state.local["base"].sub_(saved["contribution"], alpha=saved["remaining_share"])
@@ -97,13 +99,13 @@ class Pull(Merge):
 
 
 def _compute_recent(bucket: MergeBucket, state: MergeState) -> Tensor | None:
-    """Returns the updates since the last block, if there are any."""
+    """Returns the updates since the last contribution, if there are any."""
     return bucket.copy_weights().sub_(state.local["base"]) if state.has_updates else None
 
 
 def _pull_bucket(bucket: MergeBucket, state: MergeState, share: float, recent: Tensor | None) -> None:
     contributed = state.local["base"].lerp_(get_anchor(state), share)
-    for block in state.pending:
-        block["remaining_share"] *= 1 - share
+    for saved in state.pending:
+        saved["remaining_share"] *= 1 - share
     state.has_diverged = share < 1
     bucket.load_weights(contributed if recent is None else contributed + recent)

@@ -30,7 +30,7 @@ class Replace(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the gradient itself if it is due immediately, otherwise a copy."""
+        """Returns the gradient itself if it is due immediately, otherwise a copy; and ``saved`` for :meth:`apply`."""
         if not delay:
             return bucket.gradient, {}
         saved = {"contribution": bucket.gradient.clone()}

@@ -30,14 +30,15 @@ class Swap(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the updates since the last block."""
-        block = _compute_recent(bucket, state)
-        return block.clone(), {"contribution": block}
+        """Returns the local updates since the last contribution."""
+        local_update = _compute_recent(bucket, state)
+        return local_update.clone(), {"contribution": local_update}
 
     @override
     def apply(
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
+        """Replaces the local update by the mean, or only reverts it if ``mean`` is ``None``."""
         recent = _compute_recent(bucket, state, saved) if state.has_updates else None
         if mean is not None:
             get_anchor(state).add_(mean)
@@ -46,14 +47,15 @@ class Swap(Merge):
 
 
 def _compute_recent(bucket: MergeBucket, state: MergeState, *oldest: State) -> Tensor:
+    """Returns the local updates since the last contribution; zeros if the optimizer has not stepped."""
     if not state.has_updates:
         return torch.zeros_like(get_anchor(state))
     return bucket.copy_weights().sub_(_compute_base(state, *oldest))
 
 
 def _compute_base(state: MergeState, *oldest: State) -> Tensor:
-    """Returns the sum of the anchor and all blocks in flight, of which ``oldest`` come first."""
+    """Returns the sum of the anchor and all contributions in flight, of which ``oldest`` come first."""
     total = get_anchor(state).clone()
-    for block in (*oldest, *state.pending):
-        total.add_(block["contribution"])
+    for saved in (*oldest, *state.pending):
+        total.add_(saved["contribution"])
     return total

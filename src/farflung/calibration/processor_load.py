@@ -63,7 +63,7 @@ class ProcessorLoad:
 
 @contextmanager
 def run_neighbours(count: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
-    """Runs neighbours in other processes inside the block, which share memory and caches as replicas would.
+    """Runs ``work`` in ``count`` forked processes during the block, to load memory and caches as other replicas would.
 
     Args:
       count: Number of neighbours.
