@@ -633,7 +633,10 @@ def unused(
             recipe = recipe_of(how).with_components(codec=codec, bucket_nbytes=bucket_nbytes)
             with (
                 mock.patch.object(
-                    UnusedParameters, "exchange", autospec=True, side_effect=UnusedParameters.exchange
+                    UnusedParameters,
+                    "exchange_zero_places",
+                    autospec=True,
+                    side_effect=UnusedParameters.exchange_zero_places,
                 ) as told,
                 farflung.attach(model, chosen, recipe, store=store) as handle,
             ):

@@ -36,7 +36,7 @@ class Carrying(UniformSampler):
     def get_scores(self, ids: SampleIds) -> torch.Tensor:
         return self.known[ids]
 
-    def replace_samples(self, ids: SampleIds, scores: torch.Tensor) -> None:
+    def set_scores(self, ids: SampleIds, scores: torch.Tensor) -> None:
         self.known[ids] = scores
 
     def state_dict(self) -> State:

@@ -94,7 +94,7 @@ def wrapped(method: str, model: nn.Module) -> tuple[DistributedDataParallel, Cal
         state: Any = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif method != DDP:
-        ours, hook = farflung.ddp_hook(METHODS[method], fall_back=method == AUTO)
+        ours, hook = farflung.ddp_hook(METHODS[method], fall_back_if_slower=method == AUTO)
         ddp.register_comm_hook(ours, hook)
         return ddp, ours.close
     return ddp, lambda: None

@@ -178,6 +178,6 @@ def sent_ratio(reducer: Reducer, spec: TensorSpec, nodes: int) -> float:
     (dense,) = sent(PLAIN_RING)
     if not isinstance(reducer, GradiVeQ):
         return dense / sent(reducer, LATE)[0]
-    sampled, *_, compressed = sent(reducer, reducer.warm_up, reducer.count_exchanges(1))
+    sampled, *_, compressed = sent(reducer, reducer.warm_up, reducer.compute_num_exchanges(1))
     samples, others = reducer.sample_steps, reducer.compress_steps
     return dense * (samples + others) / (samples * sampled + others * compressed)

@@ -20,7 +20,7 @@ from farflung.network import find_network
 from farflung.recipes import Recipe
 from farflung.reducers import REDUCERS, PowerSGD
 from farflung.runs import SimulatedConfig
-from farflung.runs.simulation import limit_to_one_thread, summarize_coding
+from farflung.runs.simulation import limit_to_one_thread, summarize_rank0_coding
 from farflung.schedules import SCHEDULES, Delayed, DiLoCo, Pipelined, PostLocalSGD
 from farflung.sim import VirtualWorld
 from farflung.spec import format_spec
@@ -174,5 +174,5 @@ def _simulated(task: Workload, network: str, parts: Mapping[str, Any], steps: in
             "flush_s": max(0.0, world.clock.time() - ends[-1]),
             "sent": sent[starts + window] - sent[starts],
         },
-        "not_charged": summarize_coding(world, is_resumed=False).get("coding_not_charged", []),
+        "not_charged": summarize_rank0_coding(world, is_resumed=False).get("coding_not_charged", []),
     }

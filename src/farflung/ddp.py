@@ -29,7 +29,7 @@ from farflung.schedules import Synchronous
 from farflung.spec import build, format_spec
 from farflung.tasks import Pending
 from farflung.types import Bucket, Codec, Reducer, State
-from farflung.wall import WallRuntime, find_interface_to_master
+from farflung.wall import WallRuntime, find_group_address
 
 __all__ = ["TRIAL_STEPS", "HookState", "ddp_hook", "exchange"]
 
@@ -53,7 +53,7 @@ def ddp_hook(
     compression: str | Codec | Reducer,
     *,
     group: dist.ProcessGroup | None = None,
-    fall_back: bool = False,
+    fall_back_if_slower: bool = False,
     bucket_nbytes: int = BUCKET_NBYTES,
     seed: int = 0,
     deadline_s: float = 60.0,
@@ -96,7 +96,7 @@ def ddp_hook(
         ``"codec(qsgd(), phases='two')"``.
       group: Process group of DDP; the default group if not given.
       bucket_nbytes: Size at which one of the hook's own buckets is closed.
-      fall_back: Enables a fallback to DDP's own all-reduce unless the hook is clearly faster.
+      fall_back_if_slower: Enables a fallback to DDP's own all-reduce unless the hook is clearly faster.
       seed: Seed of random codecs, equal on all ranks.
       deadline_s: Seconds without any message after which a replica that is waited for counts as lost. One that answers
         may be busy for ten times as long.
@@ -114,7 +114,9 @@ def ddp_hook(
     """
     reducer = _build_reducer(compression)
     check_integer("ddp_hook", "bucket_nbytes", bucket_nbytes, 1)
-    state = _make_state(_Settings(reducer, fall_back, bucket_nbytes, seed, deadline_s, endpoint), group)
+    state = _make_state(
+        _Settings(reducer, fall_back_if_slower, bucket_nbytes, seed, deadline_s, endpoint), group
+    )
     if dist.is_initialized():
         state.connect()
     return state, exchange
@@ -124,7 +126,7 @@ class _Settings(NamedTuple):
     """Arguments of :func:`ddp_hook` that copies of its state keep."""
 
     reducer: Reducer
-    fall_back: bool
+    fall_back_if_slower: bool
     bucket_nbytes: int
     seed: int
     deadline_s: float
@@ -145,9 +147,7 @@ def _make_state(settings: _Settings, group: dist.ProcessGroup | None = None) -> 
             size,
             store,
             meeting="ddp_hook",
-            endpoint=endpoint.resolve_interface(
-                partial(find_interface_to_master, store if size > 1 else None)
-            ),
+            endpoint=endpoint.resolve_interface(partial(find_group_address, store if size > 1 else None)),
             settings={
                 "ddp_hook": format_spec(reducer),
                 "fall_back_if_slower": fall_back_if_slower,
@@ -313,7 +313,7 @@ class HookState:
             self._task = task
             queue_backward_callback(self._finish_pass)
         future = (
-            self._start_exchange(bucket, is_delayed)
+            self._add_ddp_bucket(bucket, is_delayed)
             if self.is_active
             else allreduce_hook(self._group, bucket)
         )
@@ -324,7 +324,7 @@ class HookState:
                 self._finish_pass()
         return future
 
-    def _start_exchange(self, bucket: dist.GradBucket, is_delayed: bool) -> torch.futures.Future[Tensor]:
+    def _add_ddp_bucket(self, bucket: dist.GradBucket, is_after_pass: bool) -> torch.futures.Future[Tensor]:
         """Adds one of DDP's buckets to the exchanges of this step and returns the future of its mean."""
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [] if buffer.device.type == "cpu" else [buffer.device]
@@ -332,7 +332,7 @@ class HookState:
         grads = [grad.detach() for grad in bucket.gradients()]  # create_graph=True gives them a graph
         arrival = _PendingBucket(buffer, bucket.index(), bucket.parameters(), grads, future)
         self._pending_buckets.append(arrival)
-        if is_delayed:
+        if is_after_pass:
             self._average_bucket(arrival)
         elif self._buckets is not None:
             self._fill_buckets(arrival)
@@ -373,7 +373,7 @@ class HookState:
             raise self.error from None
         finally:
             arrivals, self._pending_buckets = self._pending_buckets, []
-            _release(arrivals)
+            _release_buckets(arrivals)
 
     def _wait(self, exchanges: Iterable[Pending[None]]) -> None:
         for pending in exchanges:
@@ -398,7 +398,7 @@ class HookState:
                     f"ddp_hook: after a reentrant checkpoint no gradient came for {deadline_s:g} s. Where DDP has "
                     "skip_all_reduce_unused_params, give torch.utils.checkpoint use_reentrant=False"
                 )
-                _release(self._pending_buckets)
+                _release_buckets(self._pending_buckets)
                 break
         self._is_watched = False
 
@@ -456,7 +456,7 @@ class HookState:
             )
         self.step += 1
         self._runtime.events += 1
-        if self._settings.fall_back:
+        if self._settings.fall_back_if_slower:
             self.is_active = next(self._turns)
         if self.is_active and self._buckets is not None:
             self._begin_round()
@@ -551,7 +551,7 @@ class HookState:
     def _send_bucket(self, bucket: _HookBucket, unused_places: Sequence[int]) -> None:
         """Sends a bucket, with zeros in the places of parameters that DDP skipped."""
         bucket.missing_places = set()
-        bucket.clear_places(unused_places)
+        bucket.zero_missing_gradients(unused_places)
         self._engine.handle_bucket(bucket.index)
 
     def _average_bucket(self, arrival: _PendingBucket) -> None:
@@ -609,9 +609,9 @@ def _are_equal(sums: Tensor, size: int) -> bool:
     return bool(total**2 == size * squares)
 
 
-def _release(arrivals: Iterable[_PendingBucket]) -> None:
+def _release_buckets(buckets: Iterable[_PendingBucket]) -> None:
     """Completes the futures of buckets after an error, so that DDP continues."""
-    for arrival in arrivals:
+    for arrival in buckets:
         arrival.release()
 
 

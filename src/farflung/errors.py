@@ -46,10 +46,10 @@ class FarflungError(Exception):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return _copy, (type(self), self.args, vars(self))
+        return _rebuild_error, (type(self), self.args, vars(self))
 
 
-def _copy(kind: type[FarflungError], args: tuple[Any, ...], fields: dict[str, Any]) -> FarflungError:
+def _rebuild_error(kind: type[FarflungError], args: tuple[Any, ...], fields: dict[str, Any]) -> FarflungError:
     """Rebuilds a pickled error without calling its constructor."""
     error = kind.__new__(kind, *args)
     vars(error).update(fields)

@@ -37,8 +37,8 @@ from farflung.engine.averaging import (
     average,
     broadcast,
     compute_sketch,
+    estimate_max_divergence,
     find_unequal,
-    measure_spread,
     sum_over_ranks,
 )
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
@@ -232,7 +232,7 @@ def attach(
         size,
         store,
         meeting="attach",
-        endpoint=endpoint.resolve_interface(partial(env.find_interface, store)),
+        endpoint=endpoint.resolve_interface(partial(env.find_address, store)),
         settings={
             **parsed_recipe.to_json(),
             "seed": seed,
@@ -495,7 +495,7 @@ class Handle:
         if self._is_step_open:
             self._end_step(has_updated=False, is_in_pass=False)
         steps = self.step - first
-        while self._did_follow_step():
+        while self._step_without_data():
             pass
         self.step = first + self._copy_longest_state(steps)
 
@@ -513,7 +513,7 @@ class Handle:
         self._check_no_new_parameters()
         self._end_skipped_step()
         consensus = self._engine.get_consensus_parameters()
-        if consensus == {} and self._can_have_diverged and self._measure_spread(part=1):
+        if consensus == {} and self._can_have_diverged and self._measure_spread(message_part=1):
             consensus = None  # something has changed them since the last exchange
         context = apply_consensus(self._runtime, self._model, self._engine.round_number, consensus)
         self._runtime.drive(context.__aenter__())
@@ -591,7 +591,7 @@ class Handle:
         """
         if not self.is_finished:
             try:
-                self._flush()
+                self._end_run()
             except BaseException as error:
                 self._close(error)
                 raise
@@ -735,7 +735,7 @@ class Handle:
         count = self._engine.round_number
         if not count or (count & (count - 1) and count % _COMPARISON_PERIOD):
             return
-        spread = self._measure_spread(has_data=has_data)
+        spread = self._measure_spread(is_compared=has_data)
         self._has_diverged |= spread > 0
         if spread > _SPREAD_TOLERANCE:
             self._warn_once(
@@ -746,13 +746,19 @@ class Handle:
                 "unlike on each rank, such as noise drawn with unlike seeds. finish() averages them",
             )
 
-    def _measure_spread(self, part: int = 0, *, has_data: bool = True) -> float:
+    def _measure_spread(self, message_part: int = 0, *, is_compared: bool = True) -> float:
         """Measures how far replicas' parameters differ, relative to their norm; 0.0 if they are equal."""
         if self.size == 1:
             return 0.0
         number = self._engine.round_number
         return self._runtime.drive(
-            measure_spread(self._runtime, self._trainable_parameters, number, part=part, is_compared=has_data)
+            estimate_max_divergence(
+                self._runtime,
+                self._trainable_parameters,
+                number,
+                part=message_part,
+                should_contribute=is_compared,
+            )
         )
 
     def _handle_task_end(self, task: int) -> None:
@@ -906,7 +912,7 @@ class Handle:
             **({} if self._gain is None else {"rule": self._gain.rule, **self._gain.get_stats()}),
         )
 
-    def _did_follow_step(self) -> bool:
+    def _step_without_data(self) -> bool:
         """Takes part in a step without data; returns True if any replica had data."""
         self._begin_round(has_data=False)
         self._buckets.fill_zeros(self._engine.handle_bucket)
@@ -950,7 +956,7 @@ class Handle:
         )
         return int(total[src])
 
-    def _flush(self) -> None:
+    def _end_run(self) -> None:
         """Completes all exchanges, averages what still differs between replicas, and ends an elastic run."""
 
         async def update(step: int) -> None:
@@ -964,7 +970,7 @@ class Handle:
             self._runtime.drive(self._engine.finish_round(has_updated=True, should_apply=False))
         number = self._engine.round_number
         self._runtime.drive(self._engine.flush(update))
-        if self._can_have_diverged and (spread := self._measure_spread(part=2)):
+        if self._can_have_diverged and (spread := self._measure_spread(message_part=2)):
             parameters = [p.detach() for p in self._trainable_parameters]
             self._runtime.drive(average(self._runtime, parameters, number, Purpose.COMPARISON, first_part=3))
             if spread > _SPREAD_TOLERANCE and not self._issued_warnings:

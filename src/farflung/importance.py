@@ -374,7 +374,7 @@ class ImportanceSampler(Sampler[list[int]]):
                 module.training = mode
         check_scores(_NAME, scores, self._num_drawn)
         self._scores[candidates.places] = candidates.scores = scores
-        self.gain.record_scores(
+        self.gain.record_moments(
             self._rule.compute_moments(scores, candidates.weights), self.batch_size / self._num_candidates
         )
 

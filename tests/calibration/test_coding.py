@@ -15,8 +15,8 @@ from farflung.calibration import (
     build_coding_tasks,
     build_ladder,
     measure_coding,
-    measure_message_costs,
-    run_neighbours,
+    measure_message_cpu_costs,
+    run_neighbour_processes,
     select_specs,
 )
 from farflung.errors import BadInput, ConfigError, RunLost
@@ -130,7 +130,7 @@ def test_sizes() -> None:
 
 
 def test_messages_on_real_sockets() -> None:
-    found = measure_message_costs(rounds=1)
+    found = measure_message_cpu_costs(rounds=1)
     assert 0 < found.message_s < 0.1
     assert 0 < found.copy_s_per_byte < 1e-6
     assert 0 <= found.encrypt_s_per_byte < 1e-6
@@ -162,7 +162,7 @@ def test_company_works_and_ends(tmp_path: Path) -> None:
             (tmp_path / str(os.getpid())).touch()
             yield
 
-    with run_neighbours(2, work):
+    with run_neighbour_processes(2, work):
         while len([*tmp_path.iterdir()]) < 2:
             os.sched_yield()
     for path in tmp_path.iterdir():
@@ -175,7 +175,7 @@ def test_company_that_fails_is_noticed() -> None:
         yield from ()
 
     def measure() -> None:
-        with run_neighbours(1, work):
+        with run_neighbour_processes(1, work):
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
 
     with pytest.raises(RunLost, match="1 of 1 processes"):

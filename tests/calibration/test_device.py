@@ -133,7 +133,7 @@ def test_the_layers_are_those_of_the_buckets() -> None:
     work = create_workload("fashion-mnist/cnn")
     found = calibrate(work, Training.resolve(work.defaults, {"batch_size": 4}), rounds=2)
     numel = sum(parameter.numel() for parameter in work.build_model(torch.Generator()).parameters())
-    assert found.device.compute_ready_shares([0], [numel]) == [1.0]
+    assert found.device.compute_ready_fractions([0], [numel]) == [1.0]
     assert found.device.forward_per_sample_s == pytest.approx(found.forward_s.median)
     assert found.device.backward_per_sample_s == pytest.approx(found.backward_s.median)
 

@@ -32,7 +32,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def served(by: Callable[[socket.socket], None] = probing.serve) -> Iterator[str]:
+def served(by: Callable[[socket.socket], None] = probing.serve_probes) -> Iterator[str]:
     """What answers on loopback; its HOST:PORT."""
 
     def until_closed() -> None:
@@ -87,7 +87,7 @@ def test_a_peer_is_measured_in_both_directions(capsys: pytest.CaptureFixture[str
 def test_one_that_cannot_connect_back_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probing, "_connect_back", lambda link, port, token: "No route to host")
+    monkeypatch.setattr(probing, "_try_connect_back", lambda link, port, token: "No route to host")
     with served() as peer:
         assert main(["doctor", peer]) == 1
     assert capsys.readouterr().err == (

@@ -129,7 +129,8 @@ def test_the_curvature_of_a_shift_is_its_second_derivative(name: str, weighted: 
     curvature = TABLE[name].compute_shift_curvature(margins, slopes, targets, factors)
     shift = torch.tensor([1.0, -2.0, 1.0], dtype=torch.float64)
     ahead, behind = (
-        TABLE[name].compute_loss(margins + length * shift, targets, factors)[1].sum(dim=0) for length in (1e-7, -1e-7)
+        TABLE[name].compute_loss(margins + length * shift, targets, factors)[1].sum(dim=0)
+        for length in (1e-7, -1e-7)
     )
     torch.testing.assert_close(curvature @ shift, (ahead - behind) / 2e-7, rtol=1e-5, atol=1e-5)
 

@@ -246,10 +246,10 @@ def test_settled_is_what_the_other_kernel_has() -> None:
         members.meet()
         link = members.transports[0]._remotes[1].connections[0]
         members.comms[0].send(Payload((torch.zeros(20_000_000),)), 1, tag(1))
-        assert link.count_unacked_nbytes()
+        assert link.count_undelivered_nbytes()
         arrived = members.comms[1].recv(0, tag(1))
         members.until(lambda: arrived.is_done)
-        members.until(lambda: not link.count_unacked_nbytes())
+        members.until(lambda: not link.count_undelivered_nbytes())
         assert link.state is ConnectionState.AUTHENTICATED
 
 
@@ -307,7 +307,7 @@ def test_a_damaged_record_of_a_member_ends_it_by_name_at_once(sealed: bool, whol
             waiting = members.comms[0].recv(1, tag(5))
             link = members.transports[1]._remotes[0].connections[0]
             link._append_unsent(b"\xff" * 8 + draw.randbytes(100))
-            link._write()
+            link._send_pending()
             members.until(lambda: waiting.is_done)  # noqa: B023
             assert isinstance(waiting.error, PeerLost)
             assert str(waiting.error).startswith(

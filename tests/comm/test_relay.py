@@ -463,7 +463,9 @@ class Passing:
     def __init__(self) -> None:
         of = peers(3, *BEHIND_1)
         self.said: list[int] = []
-        transport: Any = SimpleNamespace(local_peer=of[1], send_control=lambda rank, *_, **__: self.said.append(rank))
+        transport: Any = SimpleNamespace(
+            local_peer=of[1], send_control=lambda rank, *_, **__: self.said.append(rank)
+        )
         self.routes = routes(of, 1)
         self.relay = Relay(transport, self.routes, 3)
 

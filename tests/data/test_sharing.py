@@ -30,7 +30,7 @@ def shared(sharing: Sharing, counts: list[int], step: int = 0) -> tuple[list[Bat
     samples = TensorDataset(torch.zeros(1, 2), torch.zeros(1))
     found = world.run(
         [
-            sharing.exchange(channel, samples, rows(rank, count), step=step)
+            sharing.inject_samples(channel, samples, rows(rank, count), step=step)
             for rank, (channel, count) in enumerate(zip(channels, counts, strict=True))
         ]
     )
@@ -41,7 +41,7 @@ def test_nothing_leaves() -> None:
     sharing: Sharing = NoSharing()
     found, sent = shared(sharing, [2, 3])
     assert not sharing.has_data_transfers
-    assert not any(sharing.is_due(step) for step in range(100))
+    assert not any(sharing.is_injection_due(step) for step in range(100))
     assert [len(batch) for batch in found] == [2, 3]
     assert sent == [0, 0]
 
@@ -106,7 +106,7 @@ def test_samples_of_another_kind_are_refused() -> None:
         )
 
     with pytest.raises(ProtocolError, match="rank 1 sent samples of another kind"):
-        world.run([sharing.exchange(channels[0], samples, rows(0, 4), step=0), other()])
+        world.run([sharing.inject_samples(channels[0], samples, rows(0, 4), step=0), other()])
 
 
 @pytest.mark.parametrize("options", [{"alpha": 0.0}, {"alpha": 1.5}, {"beta": -0.1}, {"beta": True}])

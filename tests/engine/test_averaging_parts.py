@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farflung.engine.averaging import _cut_by_size, measure_spread
+from farflung.engine.averaging import _cut_by_size, estimate_max_divergence
 from farflung.sim import VirtualWorld
 
 
@@ -18,7 +18,7 @@ def test_the_spread_is_the_largest_distance_from_the_mean_by_the_norm(scale: flo
     compared, world = values[:3], VirtualWorld(4)
     found = world.run(
         [
-            measure_spread(runtime, list(own.split(1)), 0, is_compared=runtime.comm.rank < 3)
+            estimate_max_divergence(runtime, list(own.split(1)), 0, should_contribute=runtime.comm.rank < 3)
             for runtime, own in zip(world.runtimes, values, strict=True)
         ]
     )
@@ -29,7 +29,7 @@ def test_the_spread_is_the_largest_distance_from_the_mean_by_the_norm(scale: flo
 
 def test_replicas_that_are_equal_are_not_apart_at_all() -> None:
     world, own = VirtualWorld(3), [torch.randn(5, 7), torch.randn(2)]
-    assert world.run([measure_spread(runtime, own, 0) for runtime in world.runtimes]) == [0.0] * 3
+    assert world.run([estimate_max_divergence(runtime, own, 0) for runtime in world.runtimes]) == [0.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -249,14 +249,14 @@ def test_an_injector_warns_of_what_has_not_struck_before_the_end(caplog: pytest.
     stage.over = True
     stage.timed[5.0]()
     assert inject.missed_faults == plan.faults[1:]
-    inject.warn_of_missed()
+    inject.warn_of_missed_faults()
     assert [record.getMessage() for record in caplog.records] == [
         "2 of 3 faults never struck, for the run or their replica had ended: crash of rank 2 at step 9, slow of rank 0 "
         "at 5 s"
     ]
     caplog.clear()
-    FaultInjector(FaultPlan(plan.faults * 2), stage).warn_of_missed()
+    FaultInjector(FaultPlan(plan.faults * 2), stage).warn_of_missed_faults()
     assert caplog.records[0].getMessage().endswith("slow of rank 0 at 5 s and 3 more")
     caplog.clear()
-    FaultInjector(FaultPlan(), stage).warn_of_missed()
+    FaultInjector(FaultPlan(), stage).warn_of_missed_faults()
     assert caplog.records == []

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from farflung.lab._kernel import enter_network, switch_network
+from farflung.lab._kernel import enter_network_namespace, use_network_namespace
 from tests.forks import Fork, command
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Machine:
 
     def inside(self, fn: Callable[[], T]) -> T:
         """Calls ``fn`` there; sockets made by it, and threads, stay there."""
-        with Path("/run/netns", self.name).open() as namespace, switch_network(namespace.fileno()):
+        with Path("/run/netns", self.name).open() as namespace, use_network_namespace(namespace.fileno()):
             return fn()
 
     @contextlib.contextmanager
@@ -204,7 +204,7 @@ def public_and_homes() -> Iterator[tuple[Machine, Home, Home]]:
 def enter(name: str) -> None:
     """From here on the calling thread is in the namespace of this name."""
     with Path("/run/netns", name).open() as namespace:
-        enter_network(namespace.fileno())
+        enter_network_namespace(namespace.fileno())
 
 
 def _there(name: str, *arguments: str) -> int:

@@ -541,10 +541,10 @@ class ToTheNext(Sharing):
 
     has_data_transfers = True
 
-    def is_due(self, step: int) -> bool:
+    def is_injection_due(self, step: int) -> bool:
         return step % 2 == 1
 
-    async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
+    async def inject_samples(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
         del samples, step
         hop = channel.reserve_hops(1)
         channel.send(Payload((rows.inputs[:1], rows.targets[:1])), (channel.rank + 1) % channel.size, hop)

@@ -263,8 +263,12 @@ def check(ended: Ended) -> None:
             contributed[step] = contributed.get(step, ranks) & ranks
     begun = min(elastic.roster.first_steps.get(replica.runtime.comm.rank, 0) for replica in survivors)
     for step in range(begun, max(contributed, default=-1) + 1):
-        lacking = set(elastic.find_change(step).ranks) - contributed[min(at for at in contributed if at >= step)]
-        given_back = {rank for change in elastic.changes if step in change.repeated_steps for rank in change.lost_ranks}
+        lacking = (
+            set(elastic.find_change(step).ranks) - contributed[min(at for at in contributed if at >= step)]
+        )
+        given_back = {
+            rank for change in elastic.changes if step in change.repeated_steps for rank in change.lost_ranks
+        }
         assert lacking <= given_back, f"batches of {lacking - given_back} at step {step} are in no update"
 
 
@@ -459,7 +463,10 @@ def test_with_a_quorum_of_one_parts_go_on_alone() -> None:
 def views_of(ended: Ended) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Which ranks each view is without and which come to it, as a member of all views knows it."""
     elastics: list[Any] = [replica.runtime.elastic for replica in ended.survivors]
-    return [(change.lost_ranks, change.joined_ranks) for change in max((one.changes for one in elastics), key=len)[1:]]
+    return [
+        (change.lost_ranks, change.joined_ranks)
+        for change in max((one.changes for one in elastics), key=len)[1:]
+    ]
 
 
 @pytest.mark.parametrize("fault", ["hang", *thorough("cut")])
@@ -493,7 +500,9 @@ def test_one_that_is_back_after_the_end_of_the_run_ends_by_name() -> None:
     assert [replica.runtime.comm.rank for replica in ended.survivors] == [0, 2]
     elastic: Any = ended.replicas[1].runtime.elastic
     assert "no agreement on view 2" in str(elastic.agreement.error)
-    assert elastic._runtime.read_clock() < 10 + 2 * DEADLINE_S + 2, "it does not wait for processes that have ended"
+    assert elastic._runtime.read_clock() < 10 + 2 * DEADLINE_S + 2, (
+        "it does not wait for processes that have ended"
+    )
 
 
 def test_one_whose_first_step_is_beyond_the_last_of_the_run_leaves() -> None:

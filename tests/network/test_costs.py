@@ -93,7 +93,7 @@ def test_near_the_simulator_on_every_named_network(network: str, name: str) -> N
         for nbytes in (1000, 840_000):
             found = predict_cost_s(fitted, name, nbytes, metadata_nbytes=SIDE_NBYTES)
             # Jitter is left out of the formulas, and how shares follow each other.
-            bound = 0.6 if any(link.jitter_s for link in fitted.iterate_links()) else 0.35
+            bound = 0.6 if any(link.jitter_s for link in fitted.iter_links()) else 0.35
             assert found == pytest.approx(simulated_s(fitted, name, nbytes), rel=bound), (size, nbytes)
 
 

@@ -21,9 +21,9 @@ from farflung.reducers import GradiVeQ
 from farflung.reducers.gradiveq import window
 from farflung.reducers.gradiveq.slices import Layout, SliceCoder
 from farflung.reducers.gradiveq.window import (
+    compute_basis,
     compute_fingerprint,
     count_dimensions,
-    find_directions,
     is_unanimous,
 )
 from farflung.seeding import create_generator
@@ -139,20 +139,18 @@ def test_dimensions_explain_the_variance() -> None:
 def test_dimensions_are_no_more_than_samples_have(samples: int, slices: int) -> None:
     rows = normal(samples * slices * 30).view(samples, slices, 30)
     sums, gram = rows.sum(dim=0), rows.view(-1, 30).T @ rows.view(-1, 30)
-    basis = find_directions(sums, gram, samples, None, 0.0)
+    basis = compute_basis(sums, gram, samples, None, 0.0)
     assert basis.shape == (30, min(slices * (samples - 1), 30))
     torch.testing.assert_close(basis.T @ basis, torch.eye(basis.shape[1]))
-    assert find_directions(sums, gram, samples, None, 0.5).shape[1] < basis.shape[1] or samples == 2
-    counts = {
-        ratio: find_directions(sums, gram, samples, ratio, 0.0).shape[1] for ratio in (1.0, 10.0, 1000.0)
-    }
+    assert compute_basis(sums, gram, samples, None, 0.5).shape[1] < basis.shape[1] or samples == 2
+    counts = {ratio: compute_basis(sums, gram, samples, ratio, 0.0).shape[1] for ratio in (1.0, 10.0, 1000.0)}
     assert counts == {1.0: basis.shape[1], 10.0: min(3, basis.shape[1]), 1000.0: 1}
 
 
 def test_a_basis_is_of_all_slices_about_their_own_means() -> None:
     """The same as a singular value decomposition of all samples of all slices, less the mean of each slice."""
     rows = normal(6 * 3 * 30).view(6, 3, 30)
-    basis = find_directions(rows.sum(dim=0), rows.view(-1, 30).T @ rows.view(-1, 30), 6, 10.0, 0.0)
+    basis = compute_basis(rows.sum(dim=0), rows.view(-1, 30).T @ rows.view(-1, 30), 6, 10.0, 0.0)
     _, _, directions = torch.linalg.svd((rows - rows.mean(dim=0)).view(-1, 30), full_matrices=False)
     torch.testing.assert_close(basis @ basis.T, directions[:3].T @ directions[:3], rtol=0.0, atol=1e-5)
 
@@ -285,7 +283,7 @@ WINDOW = [*["sample"] * 5, "confirm", *["compress"] * 3]
 def test_windows_follow_each_other() -> None:
     phases, _ = watched(SHORT, 20)
     assert phases == ["warm_up", *WINDOW, *WINDOW, "sample"]
-    assert phases[1 : 1 + SHORT.count_exchanges(2)] == [*WINDOW, *WINDOW[:7]]
+    assert phases[1 : 1 + SHORT.compute_num_exchanges(2)] == [*WINDOW, *WINDOW[:7]]
 
 
 def test_samples_may_be_spread_among_those_that_are_compressed() -> None:
@@ -293,7 +291,7 @@ def test_samples_may_be_spread_among_those_that_are_compressed() -> None:
     cycle = ["confirm", *["compress"] * 15]
     phases, replicas = watched(SPREAD, 40, 2)
     assert phases == ["warm_up", *["sample"] * 5, *cycle, *cycle, "confirm", "compress"]
-    assert phases[1 : 1 + SPREAD.count_exchanges(3)] == phases[1:]
+    assert phases[1 : 1 + SPREAD.compute_num_exchanges(3)] == phases[1:]
     nbytes = replicas[0].nbytes
     whole = [step for step, sent in enumerate(nbytes) if sent > 0.9 * nbytes[1]]
     assert whole == [*range(7), *range(9, 22, 3), 22, *range(25, 38, 3), 38]
@@ -414,13 +412,13 @@ def test_most_must_see_the_loss_grow_to_end_a_window() -> None:
 def test_a_window_ends_by_a_majority_or_after_its_steps(size: int) -> None:
     state = {**window.init_window(0, Layout.from_spec(SPEC, 48)), "phase": "compress", "count": 1}
     ends = [
-        window.count_exchange(state, votes, steps=3, size=size)["phase"] == "sample"
+        window.advance_window(state, votes, steps=3, size=size)["phase"] == "sample"
         for votes in range(size + 1)
     ]
     assert ends == [votes > size / 2 for votes in range(size + 1)]
-    second = window.count_exchange(state, 0, steps=3, size=size)
+    second = window.advance_window(state, 0, steps=3, size=size)
     assert (second["phase"], second["count"]) == ("compress", 2)
-    assert window.count_exchange(second, 0, steps=3, size=size)["phase"] == "sample"
+    assert window.advance_window(second, 0, steps=3, size=size)["phase"] == "sample"
 
 
 def test_a_window_that_was_sampled_in_few_bits_is_alike_on_all_ranks() -> None:

@@ -162,16 +162,16 @@ def test_partitions_grow_by_what_the_broker_has(broker: Broker, monkeypatch: pyt
     broker.put("grows", 2, VALUES[:3])
     source = KafkaSource(broker.servers, "grows", "latest", "farflung", None)
     source.connect(0, 2)
-    before = source.count_messages()
+    before = source.count_received()
     broker.put("grows", 2, VALUES[:5])
-    after = source.count_messages()
+    after = source.count_received()
     assert [(one, count) for one, (_, count) in before.items()] == [(0, 0), (2, 3)]
     assert [(one, count) for one, (_, count) in after.items()] == [(0, 0), (2, 8)]
     assert before[2][0] < after[2][0]
     monkeypatch.setattr(sys.modules[KafkaSource.__module__], "GROWTH_ANSWER_S", 0.1)
     broker.stop()
     try:
-        assert source.count_messages() == {}
+        assert source.count_received() == {}
     finally:
         broker.go_on()
         source.close()

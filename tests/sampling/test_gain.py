@@ -70,12 +70,12 @@ def steps(gains: list[Gain], count: int, weights: Tensor, *, scored: bool, seed:
         mean = sum(float(share) * own for share, (own, _) in zip(shares, found, strict=True))
         assert isinstance(mean, Tensor)
         for rank, (gain, (own, moments)) in enumerate(zip(gains, found, strict=True)):
-            gain.record_scores(moments, B / M)
+            gain.record_moments(moments, B / M)
             square = float(mean.square().sum())
             gain.record_norms(float(own.square().sum()), square, float(shares[rank]), is_rank_0=rank == 0)
         learned = [gain.drain() for gain in gains]
         sums = {name: sum(each[name] for each in learned) for name in learned[0]}
-        assert len({gain.did_change_rule(sums) for gain in gains}) == 1
+        assert len({gain.update_rule(sums) for gain in gains}) == 1
 
 
 def begun(rule: str, count: int) -> list[Gain]:
@@ -128,9 +128,7 @@ def told(gain: Gain, *, noise: float, rho: float = 0.2, part: float = 0.1) -> bo
     ratio = 1.0 if gain.rule == "uniform" else (1 - part) * rho + part
     variance = noise * ratio
     sums = {"spread": 3 * variance, "square": 1 + variance, "shares": 0.25}
-    return gain.did_change_rule(
-        {**sums, "first": part, "second": (1 - part) * rho, "uniform": 1.0, "pool": part}
-    )
+    return gain.update_rule({**sums, "first": part, "second": (1 - part) * rho, "uniform": 1.0, "pool": part})
 
 
 def test_it_turns_on_and_off_with_hysteresis() -> None:
@@ -195,7 +193,7 @@ def test_what_is_chosen_stays_where_it_cannot_be_known() -> None:
         gain.record_norms(2.0, 1.0, 0.5, is_rank_0=True)
         assert gain.drain() == {}
         for _ in range(300):
-            assert not gain.did_change_rule({})
+            assert not gain.update_rule({})
         assert gain.rule == stays
         assert not gain.should_score(0)
         assert gain.report() == {
@@ -209,7 +207,7 @@ def test_what_is_chosen_stays_where_it_cannot_be_known() -> None:
 def test_a_mean_gradient_that_is_lost_in_noise_has_no_scale_and_the_largest_gain() -> None:
     (gain,) = begun("pool", 1)
     for _ in range(10):
-        gain.did_change_rule(
+        gain.update_rule(
             {
                 **dict.fromkeys(NOISE_NAMES, 0.25),
                 "spread": 9.0,

@@ -242,7 +242,7 @@ def test_very_old_groups_still_make_up_the_number_that_is_chosen() -> None:
 def test_a_sample_without_a_score_counts_as_the_mean_of_its_group() -> None:
     sampler, scores = paper(0, groups=1, chosen=1), some()
     train(sampler, range(1), scores)
-    sampler.replace_samples(torch.tensor([4]), torch.tensor([-1.0]))
+    sampler.set_scores(torch.tensor([4]), torch.tensor([-1.0]))
     draw = sampler.draw(view(1, batch_size=500))
     assert draw.weights is not None
     known = torch.cat([scores[:4], scores[5:]])
@@ -490,7 +490,7 @@ def test_telemetry_says_how_ranks_have_moved_since_the_scores_before() -> None:
 def test_ranks_of_what_others_have_scored_are_not_told() -> None:
     sampler, scores = paper(0, groups=2), some(count=20)
     _, groups = train(sampler, range(2), scores, 20)
-    sampler.replace_samples(groups[0][:3], torch.full((3,), 9.0))
+    sampler.set_scores(groups[0][:3], torch.full((3,), 9.0))
     draws, _ = train(sampler, range(2, 4), scores, 20)
     assert draws[1].metrics["score_age"] is None, "seven are too few"
     draws, _ = train(sampler, range(4, 6), scores, 20)
@@ -601,7 +601,7 @@ def test_what_comes_takes_the_slot_and_the_group_and_brings_its_score() -> None:
     before = sampler.state_dict()
     slots = sampler.choose_outgoing(6, 3)
     brought = torch.tensor([5.0, -1.0, 0.0, 1.0, 2.0, 3.0])
-    sampler.replace_samples(slots, brought)
+    sampler.set_scores(slots, brought)
     after = sampler.state_dict()
     assert sampler.get_scores(slots).tolist() == brought.tolist()
     assert sampler.get_scores(slots).dtype == torch.float32

@@ -51,7 +51,7 @@ class Driven:
     def arrive(self, lane: int, count: int) -> None:
         first = self.next[lane]
         self.next[lane] += count
-        self.buffer.put(torch.arange(first, first + count) * STRIDE + lane)
+        self.buffer.add_arrivals(torch.arange(first, first + count) * STRIDE + lane)
 
     def try_step(self, rate: float) -> bool:
         missing, arrivals = self.buffer.poll(self.step, lambda: rate)

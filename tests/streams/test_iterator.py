@@ -175,9 +175,9 @@ def test_the_clock_of_an_iterator_stands_still_while_it_is_not_resumed() -> None
     source.start({0: 0})
     times = []
     for count in (CHUNK + 1, CHUNK + 2):  # the last of them waits for room
-        while (mark := source.count_messages()[0])[1] < count:
+        while (mark := source.count_received()[0])[1] < count:
             pass
-        assert source.count_messages() == {0: mark}
+        assert source.count_received() == {0: mark}
         times.append(mark[0])
         source.read(1, 0.0)
     assert times[0] < times[1]

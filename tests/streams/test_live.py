@@ -60,7 +60,7 @@ class Fountain(MessageSource):
         """Messages that come to each partition in a second."""
 
     @override
-    def count_messages(self) -> Mapping[int, tuple[float, int]]:
+    def count_received(self) -> Mapping[int, tuple[float, int]]:
         seconds = next(self.looks)
         return {number: (100.0 + seconds, 1000 + rate * seconds) for number, rate in self.rates.items()}
 
@@ -259,7 +259,7 @@ def test_a_first_measurement_that_does_not_end_is_settled(
 ) -> None:
     """As of an iterator that is held back: its clock stands still."""
     source = Fountain(VALUES[:50])
-    monkeypatch.setattr(source, "count_messages", lambda: {0: (0.5 * min(1, next(source.looks)), 20)})
+    monkeypatch.setattr(source, "count_received", lambda: {0: (0.5 * min(1, next(source.looks)), 20)})
     monkeypatch.setattr("farflung.streams.live.FINALIZE_SPANS", 0)
     assert reader(source, window_s=1.0, least=4).take(0).count == 4
 

@@ -19,7 +19,7 @@ from farflung.comm import Endpoint
 from farflung.comm.interface import LOOPBACK
 from farflung.errors import ConfigError, DeadlinePassed
 from farflung.runs import prepare_training
-from farflung.wall import LaunchEnv, find_interface_to_master
+from farflung.wall import LaunchEnv, find_group_address
 from farflung.wall.stores import serve_store
 from tests.forks import farflung
 from tests.helpers import PATIENCE_S, in_threads, joined, parted
@@ -204,11 +204,11 @@ def test_the_way_to_the_others_is_that_to_their_store(
     monkeypatch.setattr("farflung.wall.launch_env.find_local_address", lambda host: host)
     monkeypatch.setenv("WORLD_SIZE", "2")
     store = dist.PrefixStore("a", dist.PrefixStore("b", serve_store("127.0.0.2", 0)))
-    assert env.find_interface(store) == found
-    assert find_interface_to_master(store) == "127.0.0.2"
+    assert env.find_address(store) == found
+    assert find_group_address(store) == "127.0.0.2"
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.4")
-    assert find_interface_to_master(dist.HashStore()) == "127.0.0.4"
-    assert find_interface_to_master(None) == LOOPBACK
+    assert find_group_address(dist.HashStore()) == "127.0.0.4"
+    assert find_group_address(None) == LOOPBACK
 
 
 def test_whoever_started_the_workers_has_the_say_over_their_number(monkeypatch: pytest.MonkeyPatch) -> None:

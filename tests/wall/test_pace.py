@@ -31,8 +31,8 @@ def compute(pace: Pace, clock: Clock, cost: Cost, seconds: float) -> None:
     _, ends = pace.begin(cost)
     clock.move(seconds)
     if cost.kind != "optimizer":
-        pace.check_overrun(ends)
-    pace.end(ends)
+        pace.record_overrun(ends)
+    pace.end_computation(ends)
 
 
 def test_a_fast_machine_idles_to_the_modelled_end() -> None:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from farflung.calibration.probes import (
         MessageCosts,
         count_forward_flops,
-        measure_message_costs,
+        measure_message_cpu_costs,
         measure_peak_nbytes,
     )
-    from farflung.calibration.processor_load import ProcessorLoad, run_neighbours
+    from farflung.calibration.processor_load import ProcessorLoad, run_neighbour_processes
 else:
     __getattr__, __dir__ = build_lazy_attributes(
         __name__,
@@ -42,8 +42,8 @@ __all__ = [
     "calibrate",
     "count_forward_flops",
     "measure_coding",
-    "measure_message_costs",
+    "measure_message_cpu_costs",
     "measure_peak_nbytes",
-    "run_neighbours",
+    "run_neighbour_processes",
     "select_specs",
 ]

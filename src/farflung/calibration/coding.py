@@ -138,16 +138,18 @@ def measure_coding(
         for reducer in task.reducers:
             for spec in specs:
                 with suppress(Unsupported):  # a codec without this kind of all-reduce
-                    _time_exchanges(reducer, _fit_spec(reducer, spec), rounds, replicas, clock, durations)
+                    _time_exchanges(
+                        reducer, _reshape_unsupported_spec(reducer, spec), rounds, replicas, clock, durations
+                    )
     points: dict[tuple[str, str], dict[int, float]] = {}
     for cost, seconds in durations.items():
         if cost.numel:
             points.setdefault((cost.operation, cost.method), {})[cost.numel] = statistics.median(seconds)
     requested = {spec.numel for spec in specs}
-    return {key: _thin_points(values, requested) for key, values in points.items()}
+    return {key: _drop_close_points(values, requested) for key, values in points.items()}
 
 
-def _thin_points(points: Mapping[int, float], requested: Collection[int]) -> Points:
+def _drop_close_points(points: Mapping[int, float], requested: Collection[int]) -> Points:
     """Returns points sorted by size, without those slightly smaller than the next; requested sizes are kept."""
     thinned: list[tuple[int, float]] = []
     for numel in sorted(points, reverse=True):
@@ -184,7 +186,7 @@ class _TimedChannel(ExchangeChannel):
         return value
 
 
-def _fit_spec(reducer: Reducer, spec: TensorSpec) -> TensorSpec:
+def _reshape_unsupported_spec(reducer: Reducer, spec: TensorSpec) -> TensorSpec:
     """Returns the spec, or one of equal size with a single convolution if the reducer does not support it."""
     try:
         reducer.check([spec])
@@ -202,7 +204,7 @@ def _time_exchanges(
     durations: dict[CodingCost, list[float]],
 ) -> None:
     world = VirtualWorld(replicas)
-    warm_up = max(WARM_UP, reducer.count_exchanges(1))
+    warm_up = max(WARM_UP, reducer.compute_num_exchanges(1))
 
     async def run_replica(rank: int) -> None:
         comm = world.runtimes[rank].comm

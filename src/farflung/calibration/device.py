@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from farflung.calibration.coding import CodingTask, measure_coding, select_specs
-from farflung.calibration.probes import measure_message_costs, measure_peak_nbytes, measure_step_s
-from farflung.calibration.processor_load import ProcessorLoad, run_neighbours
+from farflung.calibration.probes import measure_message_cpu_costs, measure_peak_nbytes, measure_step_s
+from farflung.calibration.processor_load import ProcessorLoad, run_neighbour_processes
 from farflung.config import Training
 from farflung.devices import (
     CodingRates,
@@ -83,7 +83,7 @@ def calibrate(
     rounds: int = 30,
     name: str = "this machine",
     coding: Sequence[CodingTask] = (),
-    sharing: ProcessorLoad | None = None,
+    load: ProcessorLoad | None = None,
     clock: Callable[[], float] | None = None,
     on_begin: Callable[[str], None] = lambda name: None,
 ) -> Calibration:
@@ -100,8 +100,8 @@ def calibrate(
       rounds: Number of each pass; a third as many exchanges and messages are measured.
       name: Name of the device.
       coding: Codecs and reducers to measure; if empty, messages are not measured either.
-      sharing: Sharing of the machine, with as many threads as torch has; by default one replica of one thread.
-      clock: Function that returns seconds; by default that of ``sharing``.
+      load: Sharing of the machine, with as many threads as torch has; by default one replica of one thread.
+      clock: Function that returns seconds; by default that of ``load``.
       on_begin: Callback that gets the name of the next measurement.
 
     Raises:
@@ -109,8 +109,8 @@ def calibrate(
     """
     if rounds < 2:
         raise ConfigError(f"--rounds {rounds}: must be 2 or more")
-    sharing = sharing or ProcessorLoad()
-    clock = clock or sharing.read_clock
+    load = load or ProcessorLoad()
+    clock = clock or load.read_clock
     with RandomState.preserve_globals():
         RandomState(derive_seed(training.seed, "replica", 0)).install()
         train, _ = work.load_datasets()
@@ -119,7 +119,7 @@ def calibrate(
                 f"--batch-size {training.batch_size}: {work.name} has {len(train)} training samples"
             )
         step = _Step(work, train, training, clock)
-        with run_neighbours(sharing.replicas - 1, partial(_repeat_steps, step, rounds, coding)):
+        with run_neighbour_processes(load.replicas - 1, partial(_repeat_measurements, step, rounds, coding)):
             on_begin("forward and backward")
             for _ in range(WARM_UP):
                 step.run()
@@ -127,10 +127,10 @@ def calibrate(
             with step.watch_layers():
                 watched_steps = [step.run() for _ in range(rounds)]
             step_s = measure_step_s(work, training, warm_up=WARM_UP, rounds=rounds, clock=clock)
-            rates = _measure_rates(
-                coding, step.specs, max(1, rounds // STEPS_PER_ROUND), clock, sharing, on_begin
+            rates = _measure_coding_rates(
+                coding, step.specs, max(1, rounds // STEPS_PER_ROUND), clock, load, on_begin
             )
-        predicted, layer_sizes = step.predict_nbytes(), step.layers
+        predicted, layer_sizes = step.estimate_nbytes(), step.layers
         del step
         measured = measure_peak_nbytes(lambda: _run_two_steps(work, train, training, clock))
     size = training.batch_size
@@ -151,7 +151,7 @@ def calibrate(
         optimizer_s=optimizer.median,
         layers=layers,
         coding=rates,
-        cores=sharing.cores,
+        cores=load.cores,
         step_s=max(0.0, step_s - passes_s),
     )
     return Calibration(
@@ -167,7 +167,7 @@ def calibrate(
     )
 
 
-def _repeat_steps(step: _Step, rounds: int, coding: Sequence[CodingTask]) -> Iterator[None]:
+def _repeat_measurements(step: _Step, rounds: int, coding: Sequence[CodingTask]) -> Iterator[None]:
     """Repeats all measured work forever; yields after each piece."""
     while True:
         for _ in range(rounds):
@@ -178,12 +178,12 @@ def _repeat_steps(step: _Step, rounds: int, coding: Sequence[CodingTask]) -> Ite
             yield
 
 
-def _measure_rates(
+def _measure_coding_rates(
     coding: Sequence[CodingTask],
     specs: Sequence[TensorSpec],
     rounds: int,
     clock: Callable[[], float],
-    sharing: ProcessorLoad,
+    load: ProcessorLoad,
     on_begin: Callable[[str], None],
 ) -> CodingRates | None:
     """Measures the times of coding these buckets, and of messages; returns None if ``coding`` is empty."""
@@ -191,7 +191,7 @@ def _measure_rates(
         return None
     points = measure_coding(coding, select_specs(specs), rounds=rounds, clock=clock, on_begin=on_begin)
     on_begin("messages")
-    return CodingRates(points, *measure_message_costs(rounds=rounds, slowdown=sharing.slowdown))
+    return CodingRates(points, *measure_message_cpu_costs(rounds=rounds, slowdown=load.slowdown))
 
 
 def _scale_medians(rounds: Sequence[Sequence[float]], total_s: float) -> list[float]:
@@ -281,7 +281,7 @@ class _Step:
     def specs(self) -> list[TensorSpec]:
         return [bucket.spec for bucket in self._buckets.buckets]
 
-    def predict_nbytes(self) -> int:
+    def estimate_nbytes(self) -> int:
         """Estimates the peak bytes of a step from parameters, batch and the tensors that a forward pass saves."""
         training = self._training
         sgd = isinstance(self._optimizer, torch.optim.SGD)

@@ -29,7 +29,7 @@ from farflung.wall import WallRuntime
 __all__ = [
     "MessageCosts",
     "count_forward_flops",
-    "measure_message_costs",
+    "measure_message_cpu_costs",
     "measure_peak_nbytes",
     "measure_step_s",
 ]
@@ -151,7 +151,7 @@ class MessageCosts(NamedTuple):
     encrypt_s_per_byte: float
 
 
-def measure_message_costs(*, rounds: int = 5, slowdown: float = 1.0) -> MessageCosts:
+def measure_message_cpu_costs(*, rounds: int = 5, slowdown: float = 1.0) -> MessageCosts:
     """Measures processor seconds per message and per byte, plain and encrypted, at one end of a connection.
 
     A message costs the time of the communication threads. Its bytes cost the time of the whole process, since
@@ -182,7 +182,7 @@ def _measure_pair(encrypt: bool, rounds: int) -> tuple[float, float]:
         try:
             small, large = (
                 [
-                    _measure_round(runtimes, first + number, nbytes, count)
+                    _measure_messages(runtimes, first + number, nbytes, count)
                     for number in range(WARM_UP + rounds)
                 ][WARM_UP:]
                 for first, nbytes, count in (
@@ -197,13 +197,15 @@ def _measure_pair(encrypt: bool, rounds: int) -> tuple[float, float]:
     return fixed_s, max(0.0, large_s - small_s) / (LARGE_NBYTES - SMALL_NBYTES)
 
 
-def _measure_round(runtimes: Sequence[WallRuntime], number: int, nbytes: int, count: int) -> list[float]:
+def _measure_messages(
+    runtimes: Sequence[WallRuntime], exchange_number: int, nbytes: int, num_messages: int
+) -> list[float]:
     """Returns processor seconds per message and end: of the communication threads, and of the process."""
     payload = Payload((torch.zeros(nbytes, dtype=torch.uint8),))
 
     async def run_replica(comm: Communicator) -> None:
-        for hop in range(count):
-            tag = Tag(Purpose.MEASURE.build_exchange_id(number), 0, hop)
+        for hop in range(num_messages):
+            tag = Tag(Purpose.MEASURE.build_exchange_id(exchange_number), 0, hop)
             if hop % 2 == comm.rank:
                 await comm.send(payload, 1 - comm.rank, tag)
             else:
@@ -215,4 +217,6 @@ def _measure_round(runtimes: Sequence[WallRuntime], number: int, nbytes: int, co
     before = read_cpu_s()
     for task in [runtime.launch(run_replica(runtime.comm)) for runtime in runtimes]:
         task.wait()
-    return [(after - baseline) / (2 * count) for after, baseline in zip(read_cpu_s(), before, strict=True)]
+    return [
+        (after - baseline) / (2 * num_messages) for after, baseline in zip(read_cpu_s(), before, strict=True)
+    ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from farflung.errors import ConfigError, RunLost
 
-__all__ = ["ProcessorLoad", "run_neighbours"]
+__all__ = ["ProcessorLoad", "run_neighbour_processes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ProcessorLoad:
 
 
 @contextmanager
-def run_neighbours(count: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
+def run_neighbour_processes(count: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
     """Runs ``work`` in ``count`` forked processes during the block, to load memory and caches as other replicas would.
 
     Args:

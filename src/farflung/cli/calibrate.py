@@ -88,7 +88,7 @@ class Calibrate:
                     rounds=self.rounds,
                     name=self.name or platform.node() or "device",
                     coding=coding,
-                    sharing=sharing,
+                    load=sharing,
                     on_begin=show_name,
                 )
         finally:

@@ -20,7 +20,7 @@ import tyro
 
 import farflung
 from farflung.cli.output import print_table
-from farflung.cli.probing import ProbeResult, create_listener, probe, serve
+from farflung.cli.probing import ProbeResult, create_listener, probe, serve_probes
 from farflung.comm.endpoint import parse_ports
 from farflung.comm.interface import (
     check_host,
@@ -125,7 +125,7 @@ def _serve(port: int) -> int:
             f"listens at port {port} of {_list_interfaces()}; on another machine: farflung doctor HOST:{port}",
             flush=True,
         )
-        serve(listener)
+        serve_probes(listener)
     return 0
 
 
@@ -154,7 +154,7 @@ def _describe_machine(hosts: list[str]) -> dict[str, str]:
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": f"{total:.3g} GB, {free:.3g} GB of it unused",
         "open files": f"{soft}; runs raise that as far as they need, up to {hard}",
-        "congestion control": _describe_congestion(),
+        "congestion control": _describe_congestion_control(),
         "interfaces": _list_interfaces(),
         "messages and gloo use": routes or f"{find_loopback_address()}, or {fallback}",
         "lab": "farflung lab --check says" if packages["pyroute2"] else "no: pip install 'farflung[lab]'",
@@ -162,7 +162,7 @@ def _describe_machine(hosts: list[str]) -> dict[str, str]:
     }
 
 
-def _describe_congestion() -> str:
+def _describe_congestion_control() -> str:
     """Describes the kernel's default congestion control, which farflung uses, and whether bbr is available."""
     try:
         default, available = (

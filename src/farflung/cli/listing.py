@@ -30,7 +30,7 @@ NEGLIGIBLE_ERROR = 0.02
 """Relative error of a gradient below which the noise of its batch hides it."""
 
 
-Listing: TypeAlias = "tuple[Iterable[str], Callable[[str], tuple[Row, dict[str, str]]]]"
+RowBuilders: TypeAlias = "tuple[Iterable[str], Callable[[str], tuple[Row, dict[str, str]]]]"
 """Names of a table's rows, and a function that returns the figures of a name and its cells by column."""
 
 
@@ -80,7 +80,7 @@ def _read_docs(documented: Callable[..., object]) -> Row:
     return {"summary": summary, "about": about.strip() or None}
 
 
-def _list_recipes() -> Listing:
+def _build_recipe_rows() -> RowBuilders:
     """Returns the names of all recipes, and a function that builds the row of one name."""
     from farflung.handle import describe_attach_support
     from farflung.recipes import RECIPES, Recipe
@@ -103,7 +103,7 @@ def _list_recipes() -> Listing:
     return sorted(RECIPES), describe
 
 
-def _list_codecs() -> Listing:
+def _build_codec_rows() -> RowBuilders:
     import torch
 
     from farflung.codecs import CODECS
@@ -146,7 +146,7 @@ def _list_codecs() -> Listing:
     return CODECS, describe
 
 
-def _list_workloads() -> Listing:
+def _build_workload_rows() -> RowBuilders:
     from farflung.seeding import create_generator
     from farflung.workloads import WORKLOADS, create_workload, find_dataset
 
@@ -177,7 +177,7 @@ def _list_workloads() -> Listing:
     return sorted(WORKLOADS), describe
 
 
-def _inspect_data(task: Workload, source: Source | None) -> tuple[bool, str, tuple[int, int] | None]:
+def _inspect_data(workload: Workload, source: Source | None) -> tuple[bool, str, tuple[int, int] | None]:
     """Returns whether a workload's data is present, its location or why it is absent, and its sample counts if known.
 
     Official files have a known number of samples, so only small sets are read for counting.
@@ -193,7 +193,7 @@ def _inspect_data(task: Workload, source: Source | None) -> tuple[bool, str, tup
             if location.kind == "packaged":
                 counts = None
         if counts is None:
-            train, test = task.load_datasets()
+            train, test = workload.load_datasets()
             counts = len(train), len(test)
     except DataError as error:
         return False, str(error), None if location is not None else counts
@@ -204,7 +204,7 @@ def _format_location(location: Location) -> str:
     return "packaged subset" if location.kind == "packaged" else f"in {location.folder}"
 
 
-def _list_networks() -> Listing:
+def _build_network_rows() -> RowBuilders:
     from farflung.network import NETWORKS
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
@@ -216,11 +216,11 @@ def _list_networks() -> Listing:
     return NETWORKS, describe
 
 
-def _list_devices() -> Listing:
-    from farflung.devices import DEVICES, describe_coding
+def _build_device_rows() -> RowBuilders:
+    from farflung.devices import DEVICES, describe_coding_rates
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
-        source = f"{DEVICES[name].source} {describe_coding(DEVICES[name])}"
+        source = f"{DEVICES[name].source} {describe_coding_rates(DEVICES[name])}"
         return {"name": name, "source": source}, {"device": name, "in short": _shorten_source(source)}
 
     return DEVICES, describe
@@ -232,7 +232,7 @@ def _shorten_source(source: str) -> str:
     return textwrap.shorten(figures.rstrip("."), 90, placeholder=" ...")
 
 
-def _list_data() -> Listing:
+def _build_dataset_rows() -> RowBuilders:
     from farflung.data import list_entries
 
     by_name = {entry.source.name: entry for entry in list_entries()}
@@ -264,11 +264,11 @@ def _list_data() -> Listing:
     return by_name, describe
 
 
-LISTINGS: dict[str, Callable[[], Listing]] = {
-    "recipes": _list_recipes,
-    "codecs": _list_codecs,
-    "workloads": _list_workloads,
-    "networks": _list_networks,
-    "devices": _list_devices,
-    "data": _list_data,
+LISTINGS: dict[str, Callable[[], RowBuilders]] = {
+    "recipes": _build_recipe_rows,
+    "codecs": _build_codec_rows,
+    "workloads": _build_workload_rows,
+    "networks": _build_network_rows,
+    "devices": _build_device_rows,
+    "data": _build_dataset_rows,
 }

@@ -21,7 +21,7 @@ from farflung import __version__
 from farflung.comm.visits import LENGTH, receive_exactly
 from farflung.types import Json
 
-__all__ = ["ProbeResult", "create_listener", "handle_requests", "probe", "serve"]
+__all__ = ["ProbeResult", "create_listener", "handle_requests", "probe", "serve_probes"]
 
 TIMEOUT_S = 5.0
 """Time limit of a reply or a connection."""
@@ -67,7 +67,7 @@ def create_listener(port: int = 0) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def serve(listener: socket.socket) -> NoReturn:
+def serve_probes(listener: socket.socket) -> NoReturn:
     """Answers probes, each connection on its own thread, until an exception such as ``KeyboardInterrupt``."""
     slots = BoundedSemaphore(MAX_CONNECTIONS)
 
@@ -91,7 +91,7 @@ def handle_requests(sock: socket.socket) -> None:
             if request["ask"] == "hello":
                 reason = None
                 if "port" in request:
-                    reason = _connect_back(sock, int(request["port"]), int(request["token"]))
+                    reason = _try_connect_back(sock, int(request["port"]), int(request["token"]))
                 _send_message(sock, {"version": __version__, "time_s": time.time(), "back": reason or ""})
                 continue
             if request["ask"] == "take":
@@ -162,7 +162,7 @@ def _receive_message(sock: socket.socket) -> Any:
     return json.loads(receive_exactly(sock, nbytes, deadline))
 
 
-def _connect_back(sock: socket.socket, port: int, token: int) -> str | None:
+def _try_connect_back(sock: socket.socket, port: int, token: int) -> str | None:
     """Connects to the host at the other end of a connection; returns the error's text, or None if it succeeded."""
     try:
         with socket.create_connection((sock.getpeername()[0], port), timeout=TIMEOUT_S / 2) as outgoing:

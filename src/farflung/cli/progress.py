@@ -66,7 +66,7 @@ class Bar:
         self._end_s: float | None = None
         self._pace_origin: tuple[float, float] | None = None
 
-    def display(self) -> None:
+    def start_display(self) -> None:
         """Starts the live display, if the console is a terminal and not quiet."""
         with suppress(Exception):
             if self._console.is_interactive and self._console.is_terminal and not self._is_quiet:
@@ -81,7 +81,7 @@ class Bar:
                 live.start()
 
     def __enter__(self) -> Self:
-        self.display()
+        self.start_display()
         return self
 
     def __exit__(
@@ -193,7 +193,7 @@ class Progress(Bar):
             if event["event"] == "view":
                 self._handle_view(event)
             if event["rank"] == self._followed_rank:
-                self._handle_event(event)
+                self._update_from_followed_rank(event)
 
     def _handle_view(self, event: Event) -> None:
         values: Mapping[str, Any] = event
@@ -208,7 +208,7 @@ class Progress(Bar):
         self._report_event(event, f"{' and '.join(changed)}; {len(members)} go on as view {event['view']}")
         self._replicas = {*members}
 
-    def _handle_event(self, event: Event) -> None:
+    def _update_from_followed_rank(self, event: Event) -> None:
         kind = event["event"]
         if kind == "begin":
             first, steps, t = (read_number(event, name) for name in ("step", "steps", "t"))
@@ -292,7 +292,7 @@ class ComparisonProgress(Bar):
         kind = event["event"]
         if kind == "compare":
             self._num_runs, self.total = int(read_number(event, "rows")), read_number(event, "steps")
-            self.display()
+            self.start_display()
         elif kind == "row":
             self._run_number += 1
             self._end_steps += read_number(event, "steps")

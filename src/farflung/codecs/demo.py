@@ -75,7 +75,7 @@ class DeMo(TransformCodec):
         """
         check_floating("demo", spec)
         parts = spec.spans or (ParameterSpan((spec.numel,), 0),)
-        blocks = [self._plan_blocks(part) for part in parts if part.numel]
+        blocks = [self._plan_grid(part) for part in parts if part.numel]
         return CodecState({"blocks": blocks}, {"components": torch.zeros(spec.shape, dtype=spec.dtype)})
 
     @override
@@ -119,7 +119,7 @@ class DeMo(TransformCodec):
             grid.invert(components.view(-1), restored.view(-1))
         return restored
 
-    def _plan_blocks(self, part: ParameterSpan) -> list[int]:
+    def _plan_grid(self, part: ParameterSpan) -> list[int]:
         """Returns a parameter's start, rows, columns, and the height and width of its blocks."""
         rows = part.shape[0] if len(part.shape) > 1 else 1
         columns = part.numel // rows

@@ -48,7 +48,7 @@ def find_largest(tensor: Tensor, k: int) -> Tensor:
     if tensor.device.type != "cpu":
         return _select_largest(_compute_magnitudes(tensor), k)
     if tensor.numel() > EXACT_NUMEL:
-        candidates = _find_candidates(tensor, _guess_threshold(tensor, k), k)
+        candidates = _find_candidates(tensor, _estimate_threshold(tensor, k), k)
         if len(candidates) >= k:
             return candidates[_select_largest(_compute_magnitudes(tensor[candidates]), k)]
     return _select_largest(_compute_magnitudes(tensor), k)
@@ -78,7 +78,7 @@ def _select_largest(magnitudes: Tensor, k: int) -> Tensor:
     return indices.scatter_(0, places, torch.arange(numel, device=magnitudes.device))[:k]
 
 
-def _guess_threshold(tensor: Tensor, k: int) -> Tensor:
+def _estimate_threshold(tensor: Tensor, k: int) -> Tensor:
     """Guesses a threshold that slightly more than k entries reach, from evenly spaced entries."""
     sample = _compute_magnitudes(tensor[:: max(SAMPLE_STRIDE, tensor.numel() // SAMPLE_NUMEL | 1)])
     expected = k * len(sample) / tensor.numel()

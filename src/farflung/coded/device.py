@@ -193,7 +193,7 @@ def _build_draft(order: Rows | Columns, previous: Draft | None) -> Draft:
     return Draft(ColumnBlock(order.bounds[-1], parts), sums, previous.fetched_nbytes)
 
 
-def _list_source_rows(order: Rows | Columns, draft: Draft) -> Iterator[_SourceRows]:
+def _iter_source_rows(order: Rows | Columns, draft: Draft) -> Iterator[_SourceRows]:
     """Yields the rows that a draft lacks, with a request for each chunk and source."""
     if isinstance(order, Rows):
         parts, width = [BlockPart(-1, order.rows, False, order.sources)], order.features
@@ -442,7 +442,7 @@ class Device:
     async def _fetch_rows(self, order: Rows | Columns, draft: Draft) -> None:
         fetches: deque[_PendingFetch] = deque()
         try:
-            for source_rows in _list_source_rows(order, draft):
+            for source_rows in _iter_source_rows(order, draft):
                 if source_rows.source.rank == self._comm.rank:
                     source_rows.add(self._store.read_rows(source_rows.request))
                     continue
@@ -501,11 +501,11 @@ class Device:
         fetch = self._pending_fetches[number] = _PendingFetch(source_rows, number, answer, progress)
         if not self._is_watching:
             self._is_watching = True
-            self._runtime.launch(self._watch_sources())
+            self._runtime.launch(self._fail_silent_fetches())
         self._comm.send(encode_message(replace(source_rows.request, reply=number)), rank, messages.REQUEST)
         return fetch
 
-    async def _watch_sources(self) -> None:
+    async def _fail_silent_fetches(self) -> None:
         """Fails fetches without traffic in either direction, until none is pending."""
         while self._pending_fetches:
             await self._runtime.sleep_until(self._runtime.read_clock() + self._fetch_s / PROBES_PER_DEADLINE)

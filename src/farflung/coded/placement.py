@@ -206,7 +206,7 @@ class Placement:
                 yield self._place_row_block(registry, rank, coefficients, sources)
             return
         block = Block(
-            self._choose_number(registry, "columns", rank, coefficients), "columns", coefficients, rank
+            self._reuse_number(registry, "columns", rank, coefficients), "columns", coefficients, rank
         )
         order = self._build_column_order(registry, block, registry.active_partitions)
         if order is not None:
@@ -223,13 +223,13 @@ class Placement:
         number = (
             registry.new_block_number
             if replaces is not None
-            else self._choose_number(registry, "rows", rank, coefficients)
+            else self._reuse_number(registry, "rows", rank, coefficients)
         )
         block = Block(number, "rows", coefficients, rank, replaced_block=replaces)
         height = max(registry.partitions[partition].rows for partition in coefficients)
         return PlacedBlock(block, Rows(block.number, height, registry.features, sources))
 
-    def _choose_number(
+    def _reuse_number(
         self, registry: BlockRegistry, kind: Kind, rank: int, coefficients: Mapping[int, float]
     ) -> int:
         """Returns the number of the device's incomplete block with these coefficients, or else a new number."""

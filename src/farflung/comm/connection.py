@@ -154,7 +154,7 @@ class Connection:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self.sock.setsockopt(socket.IPPROTO_TCP, _KEEPIDLE, _KEEPALIVE_S)
         self.state = ConnectionState.HANDSHAKING
-        self._did_run(self._start_tls)
+        self._run_guarded(self._start_tls)
 
     def _start_tls(self) -> None:
         if self._tls_context is not None:
@@ -175,8 +175,8 @@ class Connection:
             finally:  # the alert of an error is sent too
                 self._append_unsent()
                 with suppress(OSError):
-                    self._write()
-            if not self._did_feed_tls():
+                    self._send_pending()
+            if not self._feed_tls():
                 self.end(None)
                 return
         self.state = ConnectionState.UNAUTHENTICATED
@@ -191,7 +191,7 @@ class Connection:
         self._expected_nbytes, self._introduction = expected_nbytes, b""
         if data:
             self._append_unsent(data)
-            self._did_run(self._write)
+            self._run_guarded(self._send_pending)
 
     def promote(
         self, rank: int, sender: Sender, receiver: Receiver, siblings: Mapping[int, Connection]
@@ -225,20 +225,20 @@ class Connection:
         """Sends as much as the kernel accepts."""
         if not self._is_blocked and self.state is ConnectionState.AUTHENTICATED:
             try:
-                self._write()
+                self._send_pending()
             except (OSError, ValueError) as error:  # an SSLError is an OSError
                 self.end(error)
 
-    def _write(self) -> None:
+    def _send_pending(self) -> None:
         while (
             not self._is_broken
             and self.state is not ConnectionState.CLOSED
-            and (self._unsent or self._did_take_chunk())
+            and (self._unsent or self._take_chunk())
         ):
             try:
                 sent = self.sock.sendmsg(self._unsent)
             except _WOULD_BLOCK:
-                self._wait_writable()
+                self._watch_writable()
                 return
             except OSError:
                 if self.state is not ConnectionState.AUTHENTICATED:
@@ -261,7 +261,7 @@ class Connection:
                 and self._sender
                 and self._sender.has_data(is_first=self.index == 0)
             ):
-                self._wait_writable()  # the next piece is taken when the kernel has sent most of this one
+                self._watch_writable()  # the next piece is taken when the kernel has sent most of this one
                 return
         if self._is_blocked:
             self._is_blocked = False
@@ -269,15 +269,15 @@ class Connection:
         if self.state is ConnectionState.CLOSING:
             self.sock.shutdown(socket.SHUT_WR)
 
-    def _wait_writable(self) -> None:
+    def _watch_writable(self) -> None:
         """Asks the loop for a call when the kernel accepts more bytes, and starts to measure the rate."""
         if not self._is_blocked:
             self._is_blocked, self._measured_s, self._measured_nbytes = True, time.monotonic(), 0
             if self._is_adaptive and (path := self.read_tcp_info()) is not None:
-                self._resize(path.rate_bps)
+                self._adapt_piece_size(path.rate_bps)
             self._update_watch()
 
-    def _did_take_chunk(self) -> bool:
+    def _take_chunk(self) -> bool:
         """Takes the next bytes from the queue; returns True if there are any."""
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
@@ -304,13 +304,13 @@ class Connection:
         took_s = time_s - self._measured_s
         if took_s < _ADAPT_INTERVAL_S:
             return
-        self._resize(8 * self._measured_nbytes / took_s)
+        self._adapt_piece_size(8 * self._measured_nbytes / took_s)
         self.busy_s += took_s
         self.busy_nbytes += self._measured_nbytes
         self._measured_s, self._measured_nbytes = time_s, 0
         self._owner.handle_busy(self)
 
-    def _resize(self, rate_bps: float) -> None:
+    def _adapt_piece_size(self, rate_bps: float) -> None:
         """Sets the piece size to the bytes sent in :data:`farflung.comm.framing.PIECE_S`, if it differs by 20 %."""
         piece = compute_piece_nbytes(rate_bps)
         if not 0.8 < piece / self._piece_nbytes < 1.25:
@@ -349,13 +349,13 @@ class Connection:
         if self.state is not ConnectionState.CLOSED:
             self._loop.watch(
                 self._fd,
-                readable=None if is_paused else self.did_read,
-                writable=partial(self._did_run, self._write) if self._is_blocked else None,
+                readable=None if is_paused else self.read_available,
+                writable=partial(self._run_guarded, self._send_pending) if self._is_blocked else None,
             )
 
-    def did_read(self) -> bool:
+    def read_available(self) -> bool:
         """Reads available bytes, up to a piece; returns True if there may be more."""
-        return self.state is not ConnectionState.CLOSED and self._did_run(self._did_read_piece)
+        return self.state is not ConnectionState.CLOSED and self._run_guarded(self._read_available)
 
     def resume(self) -> None:
         """Resumes reading after a pause for the head of a message."""
@@ -364,11 +364,11 @@ class Connection:
             and self.receiver.is_paused
             and self.state is ConnectionState.AUTHENTICATED
         ):
-            self._did_run(lambda: self._parse_bytes(0))
-            self.did_read()
+            self._run_guarded(lambda: self._parse_bytes(0))
+            self.read_available()
             self._update_watch()
 
-    def _did_run(self, step: Callable[[], bool | None]) -> bool:
+    def _run_guarded(self, step: Callable[[], bool | None]) -> bool:
         try:
             return bool(step())
         except _WOULD_BLOCK:
@@ -380,7 +380,7 @@ class Connection:
             self.end(error)
         return False
 
-    def _did_read_piece(self) -> bool:
+    def _read_available(self) -> bool:
         """Reads and processes available bytes, up to a piece; returns False if the connection is closed or paused."""
         if self.state is ConnectionState.HANDSHAKING:
             self._continue_handshake()
@@ -410,7 +410,7 @@ class Connection:
                 return True
             remaining_nbytes -= nbytes
         if self._tls_object is not None and (self._tls_incoming.pending or self._tls_object.pending()):
-            self._loop.call_later(0.0, self.did_read)
+            self._loop.call_later(0.0, self.read_available)
         return True
 
     def _receive(self, buffer: memoryview) -> int:
@@ -421,10 +421,10 @@ class Connection:
             try:
                 return self._tls_object.read(len(buffer), buffer)  # type: ignore[return-value]
             except ssl.SSLWantReadError:
-                if not self._did_feed_tls():
+                if not self._feed_tls():
                     return 0
 
-    def _did_feed_tls(self) -> bool:
+    def _feed_tls(self) -> bool:
         """Feeds received bytes to TLS; returns False at the end."""
         arrived = self._owner.scratch
         nbytes = self._count_read(self.sock.recv_into(arrived))
@@ -462,11 +462,11 @@ class Connection:
         if self.state is ConnectionState.AUTHENTICATED:
             self.state = ConnectionState.CLOSING
             self._update_watch()
-            self._did_run(self._write)
+            self._run_guarded(self._send_pending)
         elif self.state is not ConnectionState.CLOSING:
             self.end(None)
 
-    def count_unacked_nbytes(self) -> int:
+    def count_undelivered_nbytes(self) -> int:
         """Counts bytes that are queued here or unacknowledged by the peer's kernel; closing earlier discards them."""
         if self.state is ConnectionState.CLOSED:
             return 0

@@ -382,7 +382,7 @@ class TcpTransport:
     def _handle_partial_loss(self, member: Remote) -> None:
         """Handles the end of one of a member's connections: it is lost unless the others end soon by themselves."""
         for connection in tuple(member.connections.values()):
-            while connection.did_read():
+            while connection.read_available():
                 pass
         if not member.connections:
             self._close_member(member)
@@ -411,7 +411,7 @@ class TcpTransport:
                 connection.close_when_sent()
             end_s, min_nbytes = time.monotonic() + LINGER_S, math.inf
             while (
-                unacked := sum(item.count_unacked_nbytes() for item in connections)
+                unacked := sum(item.count_undelivered_nbytes() for item in connections)
             ) and time.monotonic() < end_s:
                 if unacked < min_nbytes:
                     end_s, min_nbytes = time.monotonic() + LINGER_S, unacked

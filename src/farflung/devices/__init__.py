@@ -1,6 +1,6 @@
 """Devices: computing times, stragglers, and memory of training."""
 
-from farflung.devices.catalog import DEVICES, describe_coding, find_device, format_device, load_device
+from farflung.devices.catalog import DEVICES, describe_coding_rates, find_device, format_device, load_device
 from farflung.devices.memory import OPTIMIZER_COPIES, estimate_training_nbytes, measure_saved_nbytes
 from farflung.devices.profile import CodingRates, DeviceProfile, LayerProfile, Points
 from farflung.devices.stragglers import (
@@ -23,7 +23,7 @@ __all__ = [
     "ScheduledStraggler",
     "Straggler",
     "VaryingStraggler",
-    "describe_coding",
+    "describe_coding_rates",
     "estimate_training_nbytes",
     "find_device",
     "format_device",

@@ -57,7 +57,7 @@ from farflung.files import prefix_errors
 from farflung.options import require
 from farflung.tables import Table, load_table
 
-__all__ = ["DEVICES", "DeviceSpec", "describe_coding", "find_device", "format_device", "load_device"]
+__all__ = ["DEVICES", "DeviceSpec", "describe_coding_rates", "find_device", "format_device", "load_device"]
 
 SUSTAINED_FRACTION = 0.3
 """Share of the peak that training reaches: our choice."""
@@ -125,13 +125,13 @@ def find_device(name: str, *, forward_flops: float | None = None) -> DeviceProfi
         name,
         _compute_forward_s(name, SUSTAINED_FRACTION * device.peak_flops, forward_flops),
         memory_nbytes=device.memory_nbytes,
-        source=f"{device.source} {SUSTAINED_FRACTION:.0%} of the peak: our choice. {describe_coding(device)}",
+        source=f"{device.source} {SUSTAINED_FRACTION:.0%} of the peak: our choice. {describe_coding_rates(device)}",
         coding=reference.scale(times, max(1.0, times)),
         cores=DEFAULT_CORES,
     )
 
 
-def describe_coding(device: DeviceSpec) -> str:
+def describe_coding_rates(device: DeviceSpec) -> str:
     """Describes how a device's coding rates were scaled from those of the measured reference device."""
     name, times = _load_reference().name, _compute_time_ratio(device)
     return (
@@ -184,15 +184,17 @@ def load_device(path: Path, *, forward_flops: float | None = None) -> DeviceProf
     )
 
 
-def format_device(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequence[str] = ()) -> str:
+def format_device(
+    device: DeviceProfile, layer_names: Sequence[str] = (), comments: Sequence[str] = ()
+) -> str:
     """Formats a device as TOML for :func:`load_device`, without stragglers.
 
     Args:
       device: Device to format.
-      layers: Names of its layers, for comments.
-      notes: Lines of comments at the top.
+      layer_names: Names of its layers, for comments.
+      comments: Lines of comments at the top.
     """
-    lines = [*(f"# {note}" for note in notes), f"name = {json.dumps(device.name)}"]
+    lines = [*(f"# {note}" for note in comments), f"name = {json.dumps(device.name)}"]
     if not device.layers:
         lines += [f"forward_s = {device.forward_s!r}", f"backward_s = {device.backward_per_sample_s!r}"]
     lines += [f"{key} = {getattr(device, key)!r}" for key in ("optimizer_s", "step_s", "slowdown")]
@@ -202,7 +204,7 @@ def format_device(device: DeviceProfile, layers: Sequence[str] = (), notes: Sequ
     coding = device.coding or CodingRates()
     if device.coding is not None:
         lines += [f"{key} = {getattr(coding, key)!r}" for key in _MESSAGE_KEYS]
-    for layer, name in zip_longest(device.layers, layers):
+    for layer, name in zip_longest(device.layers, layer_names):
         lines += [
             "",
             "[[layer]]" + (f"  # {name}" if name else ""),

@@ -191,7 +191,7 @@ class DeviceProfile:
             return math.fsum(layer.backward_s for layer in self.layers)
         return BACKWARD_OVER_FORWARD * self.forward_s if self.backward_s is None else self.backward_s
 
-    def compute_ready_shares(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
+    def compute_ready_fractions(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
         """Computes the fraction of a backward pass after which each bucket of ``order`` is ready.
 
         Without layers or the buckets' sizes the shares are evenly spaced. With layers, a bucket is ready when the

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "average",
-    "average_dtype",
+    "average_tensors",
     "barrier",
     "broadcast",
     "compute_fingerprint",
     "compute_sketch",
+    "estimate_max_divergence",
     "find_unequal",
     "load_values",
-    "measure_spread",
     "sum_over_ranks",
 ]
 
@@ -87,8 +87,13 @@ def compute_sketch(parameters: Sequence[Tensor]) -> Tensor:
     return groups.index_add_(0, torch.arange(len(parameters)) % _NUM_GROUPS, sums)
 
 
-async def measure_spread(
-    runtime: Runtime, parameters: Sequence[Tensor], number: int, *, part: int = 0, is_compared: bool = True
+async def estimate_max_divergence(
+    runtime: Runtime,
+    parameters: Sequence[Tensor],
+    number: int,
+    *,
+    part: int = 0,
+    should_contribute: bool = True,
 ) -> float:
     """Estimates the largest distance of a rank's parameters from their mean, relative to their norm.
 
@@ -97,13 +102,13 @@ async def measure_spread(
       parameters: Parameters of this replica.
       number: Number of the exchange; equal on all ranks.
       part: Part number of the exchange; equal on all ranks.
-      is_compared: False if this replica only receives the result.
+      should_contribute: False if this replica only receives the result.
 
     Returns:
       Exactly 0.0 if all sums are equal; equal on all ranks.
     """
     rows = torch.zeros(runtime.comm.size, _NUM_GROUPS + 2, dtype=torch.float64)
-    if is_compared:
+    if should_contribute:
         norm = torch.stack(
             [torch.linalg.vector_norm(p.detach(), dtype=torch.float64).cpu() for p in parameters]
         )
@@ -271,10 +276,10 @@ async def average(
     for tensor in map(_view_as_real, tensors):
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for part, group in enumerate(by_dtype.values(), start=first_part):
-        await average_dtype(runtime, group, purpose.build_exchange_id(number), part)
+        await average_tensors(runtime, group, purpose.build_exchange_id(number), part)
 
 
-async def average_dtype(runtime: Runtime, tensors: Sequence[Tensor], number: int, part: int) -> int:
+async def average_tensors(runtime: Runtime, tensors: Sequence[Tensor], number: int, part: int) -> int:
     """Overwrites tensors of one dtype with their means over ranks; returns the payload bytes sent.
 
     They may be on several devices, since ranks may place a model differently. Summands are divided by a power of two,

@@ -130,11 +130,11 @@ class GradientBucket:
                     self._set_gradient(place)
                 else:
                     self.restrided_places.add(place)
-        self.clear_places(zero_places)
+        self.zero_missing_gradients(zero_places)
         if views:
             torch._foreach_copy_(views, grads)
 
-    def clear_places(self, places: Sequence[int]) -> None:
+    def zero_missing_gradients(self, places: Sequence[int]) -> None:
         """Zeroes gradients that this backward pass did not compute, by ascending index of their parameters."""
         if self.zero_places != (absent := tuple(places)):
             self.zero_places, self._gaps = absent, self._find_gaps(absent)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm import Purpose
-from farflung.engine.averaging import average, average_dtype
+from farflung.engine.averaging import average, average_tensors
 from farflung.engine.buckets import GradientBuckets
 from farflung.engine.extension import Extension
 from farflung.engine.flight import Flight, concatenate
@@ -158,7 +158,7 @@ class Engine:
         plan, gradient = self._plan, self._buckets[index].gradient
         if self._should_check_gradients and plan.metadata.is_finite and not gradient.isfinite().all():
             nonfinite = replace(plan.metadata, loss=math.nan)
-            self._metadata.replace_step(plan.metadata, nonfinite)
+            self._metadata.replace_step_metadata(plan.metadata, nonfinite)
             plan.metadata = nonfinite
         if not plan.metadata.is_finite:
             gradient.zero_()  # neither a mean nor a residual may ever see it
@@ -464,7 +464,7 @@ class Engine:
         ]
         if requests:
             with self.times.measure_wait():
-                self.sent_nbytes += await self.unused.exchange(
+                self.sent_nbytes += await self.unused.exchange_zero_places(
                     self._runtime, flights[0].round_number, requests
                 )
         for flight in flights:
@@ -504,7 +504,7 @@ class Engine:
         if tensors and self._runtime.comm.size > 1:
             number = Purpose.MOMENTS.build_exchange_id(flight.round_number)
             with self.times.measure_wait():
-                self.sent_nbytes += await average_dtype(self._runtime, tensors, number, flight.unit.number)
+                self.sent_nbytes += await average_tensors(self._runtime, tensors, number, flight.unit.number)
 
     async def _report_arrival(self, arrival: Arrival) -> None:
         """Reports one step's exchanges to the schedule and to the outcome of this step."""

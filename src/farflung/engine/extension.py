@@ -55,7 +55,7 @@ class StepSamples(Protocol):
         """Returns True if the samples have importance weights."""
         ...
 
-    def get_undrawn(self, step: int) -> DrawContext:
+    def build_wait_context(self, step: int) -> DrawContext:
         """Builds the context of samples to score while waiting: those not drawn, or all with random access."""
         ...
 

@@ -163,7 +163,7 @@ class PendingMetadata:
         for name, value in numbers.items():
             self._numbers[name] = self._numbers.get(name, 0.0) + value
 
-    def replace_step(self, step: StepMetadata, replacement: StepMetadata) -> None:
+    def replace_step_metadata(self, step: StepMetadata, replacement: StepMetadata) -> None:
         """Replaces the metadata of the last step in every unit that has not sent it yet."""
         for unit in self._units:
             if unit.steps and unit.steps[-1] is step:

@@ -64,7 +64,7 @@ class UnusedParameters:
             )
             first = last
 
-    async def exchange(
+    async def exchange_zero_places(
         self, runtime: Runtime, number: int, zero_places: Sequence[tuple[UnitState, Places]]
     ) -> int:
         """Records the parameters that no rank has used, by an exchange; returns the payload bytes sent.

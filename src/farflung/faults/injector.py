@@ -190,7 +190,7 @@ class FaultInjector:
                 watched_rank = 0 if fault.kind == "join" else fault.rank
                 self._pending.setdefault((watched_rank, fault.at_step), []).append(fault)
             elif fault.at_s is not None:
-                environment.call_at(fault.at_s, lambda fault=fault: self._inject(fault))  # type: ignore[misc]
+                environment.call_at(fault.at_s, lambda fault=fault: self._inject_and_schedule_end(fault))  # type: ignore[misc]
 
     def __call__(self, event: Event) -> None:
         """Handles one event of one replica."""
@@ -198,14 +198,14 @@ class FaultInjector:
             return
         steps_done = int(str(event["step"])) + (event["event"] == "step")
         for fault in self._pending.pop((int(str(event["rank"])), steps_done), ()):
-            self._inject(fault)
+            self._inject_and_schedule_end(fault)
 
     @property
     def missed_faults(self) -> tuple[Fault, ...]:
         """Faults that have not been injected, or only after the end of the run."""
         return tuple(fault for fault in self._plan.faults if fault not in self._injected)
 
-    def warn_of_missed(self) -> None:
+    def warn_of_missed_faults(self) -> None:
         """Warns at the end of a run of the faults that were never injected."""
         if not self.missed_faults:
             return
@@ -223,7 +223,7 @@ class FaultInjector:
             suffix,
         )
 
-    def _inject(self, fault: Fault) -> None:
+    def _inject_and_schedule_end(self, fault: Fault) -> None:
         if not self._environment.is_over():
             self._injected.add(fault)
         self._environment.inject(fault)

@@ -164,15 +164,15 @@ class FarflungStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Reports the error to the other ranks, so that they do not wait."""
-        self._leave(exception)
+        self._abort(exception)
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        self._leave(RunLost("Lightning ended before training did"))
+        self._abort(RunLost("Lightning ended before training did"))
         super().teardown()
 
-    def _leave(self, error: BaseException) -> None:
+    def _abort(self, error: BaseException) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.__exit__(type(error), error, None)

@@ -64,7 +64,7 @@ class FarflungCallback(TrainerCallback):
         """Handle of :func:`farflung.attach`, once training has begun."""
         # There are no events for these, nor a setting that leaves the model unwrapped.
         self._train, self._evaluate, self._save_model = trainer.train, trainer.evaluate, trainer.save_model
-        trainer.train = self._record_and_train  # type: ignore[method-assign]
+        trainer.train = self._train_with_handle  # type: ignore[method-assign]
         trainer.evaluate = self._evaluate_averaged  # type: ignore[method-assign]
         trainer.save_model = self._save_averaged  # type: ignore[method-assign]
         accelerator = trainer.accelerator
@@ -78,7 +78,7 @@ class FarflungCallback(TrainerCallback):
     def _optimizer(self) -> torch.optim.Optimizer:
         return cast(torch.optim.Optimizer, self._trainer.optimizer)
 
-    def _record_and_train(
+    def _train_with_handle(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Replaces the trainer's ``train``: keeps the path to resume from, and reports errors to the other ranks."""

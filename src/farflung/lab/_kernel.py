@@ -12,10 +12,10 @@ __all__ = [
     "CLONE_NEWNET",
     "CLONE_NEWNS",
     "CLONE_NEWPID",
-    "enter_network",
+    "enter_network_namespace",
     "mount_own_proc",
-    "switch_network",
     "unshare",
+    "use_network_namespace",
 ]
 
 CLONE_NEWNS = 0x00020000
@@ -33,25 +33,25 @@ def unshare(flags: int) -> None:
     check_call("unshare", LIBC.unshare(flags))
 
 
-def enter_network(namespace: int) -> None:
+def enter_network_namespace(namespace_fd: int) -> None:
     """Moves the calling thread to a network namespace, given by a descriptor of it.
 
     Raises:
       OSError: The call is not permitted.
     """
-    check_call("setns", LIBC.setns(namespace, CLONE_NEWNET))
+    check_call("setns", LIBC.setns(namespace_fd, CLONE_NEWNET))
 
 
 @contextlib.contextmanager
-def switch_network(namespace: int) -> Iterator[None]:
+def use_network_namespace(namespace_fd: int) -> Iterator[None]:
     """Moves the calling thread to a network namespace during the block; sockets created inside stay there."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        enter_network(namespace)
+        enter_network_namespace(namespace_fd)
         try:
             yield
         finally:
-            enter_network(home)
+            enter_network_namespace(home)
     finally:
         os.close(home)
 

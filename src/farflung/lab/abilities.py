@@ -63,7 +63,7 @@ def check_abilities() -> list[Ability]:
             False,
             "packets leave on time while workers compute",
         ),
-        Ability("congestion control", "", False, f"of the nodes' TCP: {_describe_congestion()}"),
+        Ability("congestion control", "", False, f"of the nodes' TCP: {_describe_congestion_control()}"),
     ]
 
 
@@ -82,7 +82,7 @@ def _set_realtime() -> None:
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
 
-def _describe_congestion() -> str:
+def _describe_congestion_control() -> str:
     settings = Path("/proc/sys/net/ipv4")
     try:
         default, allowed = (

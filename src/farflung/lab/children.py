@@ -31,7 +31,7 @@ class Child:
             code = 1
             try:
                 gc.freeze()  # the child must not finalize the parent's garbage
-                _close_all_but(keep)
+                _close_inherited(keep)
                 code = fn() or 0
             except BaseException:
                 traceback.print_exc()
@@ -61,7 +61,7 @@ class Child:
             self.wait()
 
 
-def _close_all_but(keep: Iterable[int]) -> None:
+def _close_inherited(keep: Iterable[int]) -> None:
     """Closes all descriptors from 3 on, except those in ``keep``."""
     begin = 3
     for fd in sorted(set(keep)):

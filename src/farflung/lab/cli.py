@@ -19,7 +19,7 @@ from farflung.cli.output import print_table
 from farflung.errors import ConfigError, LabError
 from farflung.faults import FaultPlan, load_faults
 from farflung.files import prefix_errors, write_json
-from farflung.lab import Lab, PairMeasurement, check_abilities, check_plan, explain_missing, run_job
+from farflung.lab import Lab, PairMeasurement, check_abilities, check_fault_plan, explain_missing, run_job
 from farflung.network import find_network
 from farflung.runs import EVENTS_VARIABLE, listen_for_events
 from farflung.runs.joining import NETWORK_VARIABLE
@@ -69,7 +69,7 @@ class RunInLab:
             raise ConfigError(f"--nodes {self.nodes}: must be 1 or more")
         profile = find_network(self.network).with_nodes(self.nodes)
         if self.check:
-            return self._check()
+            return self._measure_and_report()
         command = _check_command(self.command)
         plan = self._load_plan()
         if (reason := explain_missing()) is not None:
@@ -120,7 +120,7 @@ class RunInLab:
             return FaultPlan()
         plan = load_faults(self.faults)
         with prefix_errors(str(self.faults)):
-            check_plan(plan, self.nodes, has_events=self._is_training)
+            check_fault_plan(plan, self.nodes, reports_steps=self._is_training)
         if any(fault.at_s is not None for fault in plan.faults):
             self._print_note(
                 f"{self.faults}: at_s counts from the first step; nothing goes wrong while the workers start"
@@ -137,7 +137,7 @@ class RunInLab:
             Path(program).name == "farflung" and arguments[:1] == ["train"]
         )
 
-    def _check(self) -> int:
+    def _measure_and_report(self) -> int:
         """Prints the machine's abilities and the profile's measured links; returns 1 if a pair of nodes deviates."""
         rows = check_abilities()
         print_table(

@@ -104,7 +104,7 @@ def run_job(
             kill_at = time.monotonic() + STOP_TIMEOUT_S
             for node in range(lab.nodes):
                 lab.send_signal(node, signal.SIGINT)
-    faults.injector.warn_of_missed()
+    faults.injector.warn_of_missed_faults()
     exit_codes = [None if child is None else child.exit_code for child in lab.workers]
     codes = [128 + signal.SIGKILL if code is None or code < 0 else code for code in exit_codes]
     counters = tuple(lab.read_counters(node) - baseline[node] for node in range(lab.nodes))

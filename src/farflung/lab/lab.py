@@ -19,7 +19,7 @@ from typing import Self
 from farflung.errors import LabError
 from farflung.extras import require_modules
 from farflung.faults import LinkCondition
-from farflung.lab._kernel import switch_network
+from farflung.lab._kernel import use_network_namespace
 from farflung.lab.children import Child
 from farflung.lab.line import run_line
 from farflung.lab.measure import Pair, PairMeasurement, compute_expected, measure_latencies, measure_trains
@@ -36,7 +36,7 @@ PORT = 29500
 """Port of rank 0's store, at its own node."""
 PACKET_S = 500e-6
 """Maximum time of the largest packet on the fastest link: packets share links in pieces of this size."""
-MIN_PACKET_NBYTES, MAX_PACKET_NBYTES = 1500, 65536
+MIN_GSO_NBYTES, MAX_GSO_NBYTES = 1500, 65536
 MAX_ATTEMPTS = 3
 """Number of measurements of the pairs before a lab is refused."""
 LINE_ENDED = "the delay line ended: the nodes no longer reach each other"
@@ -101,7 +101,7 @@ class Lab:
         self.workers: list[Child | None] = [None] * nodes
         """Process at each node."""
         self._queues = Queues(self.profile, seed, fair=fair)
-        self._max_packet_nbytes = _compute_max_packet(self.profile)
+        self._gso_max_nbytes = _compute_gso_max_nbytes(self.profile)
         self.congestion_control = congestion_control or self.profile.congestion or ""
         """Congestion control of the nodes' TCP, once the nodes exist."""
         self._namespaces: list[int] = []
@@ -112,7 +112,7 @@ class Lab:
         lab_end, line_end = socket.socketpair()
         lab_end.settimeout(TIMEOUT_S)
         self._control = lab_end
-        parent, max_nbytes = os.getpid(), self._max_packet_nbytes
+        parent, max_nbytes = os.getpid(), self._gso_max_nbytes
 
         def run() -> None:
             run_line(line_end, parent, self._queues, max_nbytes, self.congestion_control or None)
@@ -120,13 +120,13 @@ class Lab:
         self._line = Child(run, keep=[line_end.fileno()])
         line_end.close()
         try:
-            reply = self._receive_reply()
+            reply = self._receive_reply_or_error()
             if "error" in reply:
                 raise LabError(f"the lab's nodes cannot be made: {reply['error']}")
             for _ in range(self.nodes):
                 _, (namespace,), _, _ = socket.recv_fds(lab_end, 1, 1)
                 self._namespaces.append(namespace)
-            with switch_network(self._namespaces[0]):
+            with use_network_namespace(self._namespaces[0]):
                 self.congestion_control = read_congestion_control()
         except BaseException:
             self.close()
@@ -167,7 +167,7 @@ class Lab:
             self._namespaces,
             self.profile,
             {pair: speed for pair, (_, speed) in expectations.items()},
-            self._max_packet_nbytes,
+            self._gso_max_nbytes,
             self.count_lost,
         )
         self._send_order({"command": "lose", "enabled": False})
@@ -230,7 +230,7 @@ class Lab:
         Raises:
           LabError: This machine lacks ``ss`` of iproute2.
         """
-        with switch_network(self._namespaces[src]):
+        with use_network_namespace(self._namespaces[src]):
             try:
                 subprocess.run(["ss", "-K", "dst", build_address(dst)], capture_output=True, check=False)
             except OSError as error:
@@ -238,7 +238,7 @@ class Lab:
 
     def read_counters(self, node: int) -> Counters:
         """Reads the kernel's counters of a node's interface."""
-        with switch_network(self._namespaces[node]):
+        with use_network_namespace(self._namespaces[node]):
             lines = Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()
         rows = [line for line in lines if line.strip().startswith(f"{INTERFACE}:")]
         if not rows:  # the device ends with the line
@@ -313,14 +313,14 @@ class Lab:
         assert self._control is not None
         try:
             self._control.sendall(json.dumps(order).encode() + b"\n")
-            reply = self._receive_reply()
+            reply = self._receive_reply_or_error()
         except OSError as error:
             raise LabError(f"{LINE_ENDED} ({error})") from None
         if "error" in reply:
             raise LabError(str(reply["error"]))
         return reply
 
-    def _receive_reply(self) -> Mapping[str, Json]:
+    def _receive_reply_or_error(self) -> Mapping[str, Json]:
         """Receives one JSON reply, which may hold an error; raises LabError if the delay line has ended."""
         assert self._control is not None
         data = b""
@@ -333,11 +333,11 @@ class Lab:
         return reply
 
 
-def _compute_max_packet(profile: NetworkProfile) -> int:
+def _compute_gso_max_nbytes(profile: NetworkProfile) -> int:
     """Returns the kernel's limit for packets of several segments, so that none blocks the fastest link for long."""
     wiring, nodes = Wiring(profile), range(profile.node_count)
-    if any(link.loss for link in profile.iterate_links()):
-        return MIN_PACKET_NBYTES  # a loss must be one segment
+    if any(link.loss for link in profile.iter_links()):
+        return MIN_GSO_NBYTES  # a loss must be one segment
     for src in nodes:
         for dst in nodes:
             if src != dst:
@@ -350,7 +350,7 @@ def _compute_max_packet(profile: NetworkProfile) -> int:
     ]
     fastest = max(finite, default=math.inf)
     return (
-        MAX_PACKET_NBYTES
+        MAX_GSO_NBYTES
         if math.isinf(fastest)
-        else round(min(max(fastest * PACKET_S / 8, MIN_PACKET_NBYTES), MAX_PACKET_NBYTES))
+        else round(min(max(fastest * PACKET_S / 8, MIN_GSO_NBYTES), MAX_GSO_NBYTES))
     )

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 
 from farflung._linux import exit_with_parent
 from farflung.faults import LinkCondition
-from farflung.lab._kernel import CLONE_NEWNET, enter_network, unshare
+from farflung.lab._kernel import CLONE_NEWNET, enter_network_namespace, unshare
 from farflung.lab.queues import Queues
 from farflung.lab.tun import (
-    MAX_PACKET_NBYTES,
+    MAX_READ_NBYTES,
     compute_wire_nbytes,
-    configure,
+    configure_tun,
     create_tun,
     parse_node,
     set_large_packets,
@@ -43,7 +43,7 @@ def run_line(
     control: socket.socket,
     parent: int,
     queues: Queues,
-    max_packet_nbytes: int,
+    gso_max_nbytes: int,
     congestion_control: str | None,
 ) -> None:
     """Creates the nodes, hands their namespaces over, and carries packets until ``control`` is closed.
@@ -54,14 +54,14 @@ def run_line(
       control: Stream of lines of JSON, each of which gets a reply.
       parent: Process that this one must not survive.
       queues: Queues, delay and loss between the nodes.
-      max_packet_nbytes: Maximum bytes of a packet.
+      gso_max_nbytes: Maximum bytes of a packet.
       congestion_control: Congestion control of the nodes' TCP; ``None`` for this machine's.
     """
     exit_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent decides about the end
     try:
-        namespaces, devices = _create_nodes(queues.nodes, max_packet_nbytes, congestion_control)
+        namespaces, devices = _create_nodes(queues.nodes, gso_max_nbytes, congestion_control)
     except OSError as error:
         control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
         return
@@ -74,7 +74,7 @@ def run_line(
 
 
 def _create_nodes(
-    count: int, max_packet_nbytes: int, congestion_control: str | None
+    count: int, gso_max_nbytes: int, congestion_control: str | None
 ) -> tuple[list[int], list[int]]:
     """Creates a namespace for each node with a device in it; returns the process to its own namespace."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -83,8 +83,8 @@ def _create_nodes(
         unshare(CLONE_NEWNET)
         namespaces.append(os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
         devices.append(create_tun())
-        configure(node, max_packet_nbytes, congestion_control)
-    enter_network(home)
+        configure_tun(node, gso_max_nbytes, congestion_control)
+    enter_network_namespace(home)
     os.close(home)
     return namespaces, devices
 
@@ -117,34 +117,34 @@ class _Line:
         watched = [epoll.fileno()]
         while True:
             for dst, packet in queues.pop_arrived(clock()):
-                self._write(dst, packet)
+                self._deliver_packet(dst, packet)
             remaining_s = queues.get_next_time() - clock()
             if remaining_s > SPIN_S:  # epoll's own timeout counts milliseconds
                 select.select(watched, [], [], None if math.isinf(remaining_s) else remaining_s)
             for fd, _ in epoll.poll(0):
                 if fd in nodes:
-                    self._read(fd, nodes[fd])
-                elif not self._did_receive_orders():
+                    self._read_packets(fd, nodes[fd])
+                elif not self._process_orders():
                     return
 
-    def _read(self, device: int, src: int) -> None:
+    def _read_packets(self, device: int, src: int) -> None:
         enqueue, time_s, nodes = self._queues.enqueue, time.monotonic(), len(self._devices)
         for _ in range(BATCH):
             try:
-                packet = os.read(device, MAX_PACKET_NBYTES)
+                packet = os.read(device, MAX_READ_NBYTES)
             except BlockingIOError:
                 return
             dst = parse_node(packet)
             if 0 <= dst < nodes and dst != src:
                 enqueue(time_s, src, dst, compute_wire_nbytes(packet), packet)
 
-    def _write(self, dst: int, packet: bytes) -> None:
+    def _deliver_packet(self, dst: int, packet: bytes) -> None:
         try:
             os.write(self._devices[dst], packet)
         except OSError:  # the device is down or the packet is invalid
             self._queues.num_lost += 1
 
-    def _did_receive_orders(self) -> bool:
+    def _process_orders(self) -> bool:
         """Carries out the orders that have arrived and replies to each; returns False if the connection is closed."""
         data = self._control.recv(1 << 16)
         *lines, self._pending = (self._pending + data).split(b"\n")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from farflung.lab._kernel import switch_network
+from farflung.lab._kernel import use_network_namespace
 from farflung.lab.queues import WIRE_OVER_PAYLOAD
 from farflung.lab.tun import build_address
 from farflung.network import Link, NetworkPath, NetworkProfile, Wiring
@@ -214,7 +214,7 @@ def _create_sockets(namespaces: Sequence[int]) -> Iterator[list[socket.socket]]:
     with ExitStack() as stack:
         sockets = []
         for node, namespace in enumerate(namespaces):
-            with switch_network(namespace):
+            with use_network_namespace(namespace):
                 sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
                 sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
                 sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_NBYTES)
@@ -268,7 +268,7 @@ def measure_trains(
     namespaces: Sequence[int],
     profile: NetworkProfile,
     speeds: dict[Pair, float],
-    max_packet_nbytes: int,
+    gso_max_nbytes: int,
     count_lost: Callable[[], int],
 ) -> dict[Pair, PacketTrain]:
     """Sends a train of packets for every pair with a limit, at the same time for pairs that share nothing.
@@ -277,7 +277,7 @@ def measure_trains(
       namespaces: Network namespaces of the nodes.
       profile: Profile that tells which capacities pairs share.
       speeds: Expected bits per second.
-      max_packet_nbytes: Maximum bytes of a packet.
+      gso_max_nbytes: Maximum bytes of a packet.
       count_lost: Function that returns how many packets the delay line has lost so far.
     """
     trains: dict[Pair, PacketTrain] = {}
@@ -287,7 +287,7 @@ def measure_trains(
             nbytes = speeds[pair] * (LOSSY_TRAIN_S if profile.get_link(*pair).loss else TRAIN_S) / 8
             counts[pair] = round(min(max(nbytes, MIN_TRAIN_NBYTES), MAX_TRAIN_NBYTES) / _WIRE_NBYTES)
         timeout_s = TIMEOUT_S + max(8 * _WIRE_NBYTES * count / speeds[pair] for pair, count in counts.items())
-        trains.update(_transfer(namespaces, counts, max_packet_nbytes, timeout_s, count_lost))
+        trains.update(_transfer(namespaces, counts, gso_max_nbytes, timeout_s, count_lost))
     return {pair: trains.get(pair, PacketTrain(math.inf)) for pair in speeds}
 
 
@@ -311,7 +311,7 @@ def _split_disjoint(profile: NetworkProfile, pairs: Sequence[Pair]) -> Iterator[
 def _transfer(
     namespaces: Sequence[int],
     packet_counts: dict[Pair, int],
-    max_packet_nbytes: int,
+    gso_max_nbytes: int,
     timeout_s: float,
     count_lost: Callable[[], int],
 ) -> dict[Pair, PacketTrain]:
@@ -322,7 +322,7 @@ def _transfer(
         return total - sum(map(len, arrivals.values()))
 
     # The kernel splits each call's data into datagrams, in the device if that supports it.
-    batch_size = max(1, max_packet_nbytes // _WIRE_NBYTES)
+    batch_size = max(1, gso_max_nbytes // _WIRE_NBYTES)
     with _create_sockets(namespaces) as sockets:
         for (src, dst), packets in packet_counts.items():
             sockets[src].setsockopt(socket.IPPROTO_UDP, _UDP_SEGMENT, _DATAGRAM_NBYTES)

@@ -96,7 +96,7 @@ class _Queue:
         largest = max(capacity.bandwidth_bps) if isinstance(capacity, BandwidthTrace) else capacity
         self._max_bits = max(BUFFER_S * largest, 8.0 * MIN_BUFFER_NBYTES)
 
-    def did_enqueue(self, packet: _Packet, bits: float) -> bool:
+    def enqueue(self, packet: _Packet, bits: float) -> bool:
         """Adds a packet if the queue has room for it; returns False otherwise."""
         key = (packet.pair.src, packet.pair.dst)
         queued_bits = self._queued_bits.get(key, 0.0) + bits
@@ -190,7 +190,7 @@ class Queues:
         )
         self.num_lost += is_lost
         if not condition.is_cut:
-            self._forward(time_s, _Packet(pair, 8.0 * wire_nbytes, data, time_s, is_lost))
+            self._advance_packet(time_s, _Packet(pair, 8.0 * wire_nbytes, data, time_s, is_lost))
 
     def get_next_time(self) -> float:
         """Returns the time of the next call of :meth:`pop_arrived`; infinity if no packet is in flight."""
@@ -208,13 +208,13 @@ class Queues:
             else:
                 yield target, packet.data
 
-    def _forward(self, t: float, packet: _Packet) -> None:
+    def _advance_packet(self, t: float, packet: _Packet) -> None:
         """Forwards a packet to its next queue, or through its delay after the last."""
         pair = packet.pair
         if packet.hop < len(pair.uses):
             number, times = pair.uses[packet.hop]
             queue = self._queues[number]
-            if not queue.did_enqueue(packet, packet.bits * times):
+            if not queue.enqueue(packet, packet.bits * times):
                 self.num_lost += not packet.is_lost
             elif queue.serving is None:
                 self._serve(t, number, queue)
@@ -251,14 +251,14 @@ class Queues:
             return bits / (capacity.get_bandwidth(0.0) or math.inf)
         return self.begin_s + compute_finish_s(capacity, begin - self.begin_s, bits) - begin
 
-    def _finish_service(self, t: float, number: int) -> None:
-        queue = self._queues[number]
+    def _finish_service(self, time_s: float, queue_index: int) -> None:
+        queue = self._queues[queue_index]
         packet = queue.serving
         assert packet is not None
         queue.release(packet, packet.bits * packet.pair.uses[packet.hop][1])
-        self._serve(t, number, queue)
+        self._serve(time_s, queue_index, queue)
         packet.hop += 1
-        self._forward(t, packet)
+        self._advance_packet(time_s, packet)
 
     def _push(self, t: float, target: int, packet: _Packet | None) -> None:
         """Schedules a packet's arrival at a node, or without a packet the end of service of a queue."""

@@ -16,19 +16,19 @@ from farflung.faults import FaultEnvironment, FaultInjector, FaultPlan, LinkCond
 from farflung.lab.lab import Lab
 from farflung.telemetry import Event
 
-__all__ = ["SUPPORTED_FAULTS", "LabEnvironment", "check_plan"]
+__all__ = ["SUPPORTED_FAULTS", "LabEnvironment", "check_fault_plan"]
 
 SUPPORTED_FAULTS = frozenset({"crash", "hang", "leave", "cut", "reset", "throttle", "lose", "restore"})
 """Kinds of faults that a lab supports."""
 
 
-def check_plan(plan: FaultPlan, nodes: int, *, has_events: bool) -> None:
+def check_fault_plan(plan: FaultPlan, nodes: int, *, reports_steps: bool) -> None:
     """Checks that a lab can carry out a plan.
 
     Args:
       plan: Fault plan.
       nodes: Number of nodes.
-      has_events: Whether workers report their events.
+      reports_steps: Whether workers report their events.
 
     Raises:
       Unsupported: The plan has a kind of fault that a lab lacks.
@@ -36,7 +36,7 @@ def check_plan(plan: FaultPlan, nodes: int, *, has_events: bool) -> None:
     """
     plan.check(nodes, SUPPORTED_FAULTS, "a lab")
     for fault in plan.faults:
-        if fault.at_step is not None and not has_events:
+        if fault.at_step is not None and not reports_steps:
             raise ConfigError(f"{fault}: at_step requires farflung train, which reports steps; use at_s")
 
 
@@ -56,11 +56,11 @@ class LabEnvironment(FaultEnvironment):
         no fault happens before; otherwise from the creation of this object.
 
     Raises:
-      Unsupported, ConfigError: See :func:`check_plan`.
+      Unsupported, ConfigError: See :func:`check_fault_plan`.
     """
 
     def __init__(self, lab: Lab, plan: FaultPlan, *, has_events: bool) -> None:
-        check_plan(plan, lab.nodes, has_events=has_events)
+        check_fault_plan(plan, lab.nodes, reports_steps=has_events)
         super().__init__(lab.nodes)
         self._lab = lab
         self._origin = math.inf if has_events else time.monotonic()

@@ -12,10 +12,10 @@ from pathlib import Path
 __all__ = [
     "HEADER_NBYTES",
     "INTERFACE",
-    "MAX_PACKET_NBYTES",
+    "MAX_READ_NBYTES",
     "build_address",
     "compute_wire_nbytes",
-    "configure",
+    "configure_tun",
     "create_tun",
     "parse_node",
     "read_congestion_control",
@@ -26,7 +26,7 @@ INTERFACE = "lab0"
 """Name of every node's interface, in its own namespace."""
 HEADER_NBYTES = 10
 """Length of the virtio header before each packet, which tells how to segment it and is passed on unchanged."""
-MAX_PACKET_NBYTES = 65536 + HEADER_NBYTES
+MAX_READ_NBYTES = 65536 + HEADER_NBYTES
 """Maximum bytes of one read."""
 MTU = 1500
 NETWORK = "10.77"
@@ -90,12 +90,12 @@ def set_large_packets(device: int, is_enabled: bool) -> None:
     fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | (_TUN_F_TSO4 if is_enabled else 0))
 
 
-def configure(node: int, max_packet_nbytes: int, congestion_control: str | None) -> None:
+def configure_tun(node: int, gso_max_nbytes: int, congestion_control: str | None) -> None:
     """Configures the TUN device of the calling thread's namespace: address, MTU, GSO limit and congestion control.
 
     Args:
       node: Node of the device.
-      max_packet_nbytes: Maximum bytes that the kernel puts in one packet.
+      gso_max_nbytes: Maximum bytes that the kernel puts in one packet.
       congestion_control: Congestion control of the namespace's TCP; ``None`` for this machine's.
 
     Raises:
@@ -117,7 +117,7 @@ def configure(node: int, max_packet_nbytes: int, congestion_control: str | None)
             (device,) = routes.link_lookup(ifname=INTERFACE)
             routes.link("set", index=loopback, state="up")
             routes.link("set", index=device, mtu=MTU, txqlen=10_000)
-            routes.link("set", index=device, gso_max_size=max(max_packet_nbytes, 2 * MTU))
+            routes.link("set", index=device, gso_max_size=max(gso_max_nbytes, 2 * MTU))
             routes.addr("add", index=device, address=build_address(node), prefixlen=16)
             routes.link("set", index=device, state="up")
     except NetlinkError as error:

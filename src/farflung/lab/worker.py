@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from farflung._linux import exit_with_parent
-from farflung.lab._kernel import CLONE_NEWPID, enter_network, mount_own_proc, unshare
+from farflung.lab._kernel import CLONE_NEWPID, enter_network_namespace, mount_own_proc, unshare
 from farflung.lab.children import Child
 
 __all__ = ["list_processes", "start_worker"]
@@ -23,24 +23,24 @@ _START_FAILED = 127
 
 
 def start_worker(
-    namespace: int, command: Sequence[str], environment: Mapping[str, str], output: int | None
+    namespace_fd: int, command: Sequence[str], environment: Mapping[str, str], output: int | None
 ) -> Child:
     """Starts a command at a node; the child's exit code is the command's, or 128 plus the signal that ended it.
 
     Args:
-      namespace: Descriptor of the node's network namespace.
+      namespace_fd: Descriptor of the node's network namespace.
       command: Program, found on ``PATH``, and its arguments.
       environment: Full environment of the command.
       output: Descriptor for its output; ``None`` for this process's standard output and error.
     """
     parent = os.getpid()
-    keep = [namespace, *([] if output is None else [output])]
-    return Child(lambda: _guard(parent, namespace, command, environment, output), keep)
+    keep = [namespace_fd, *([] if output is None else [output])]
+    return Child(lambda: _run_guard_process(parent, namespace_fd, command, environment, output), keep)
 
 
-def list_processes(namespace: int) -> Iterator[int]:
+def list_processes(namespace_fd: int) -> Iterator[int]:
     """Yields the ids of all processes in a network namespace."""
-    name = f"net:[{os.fstat(namespace).st_ino}]"
+    name = f"net:[{os.fstat(namespace_fd).st_ino}]"
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
@@ -51,9 +51,9 @@ def list_processes(namespace: int) -> Iterator[int]:
                 yield int(entry.name)
 
 
-def _guard(
+def _run_guard_process(
     parent: int,
-    namespace: int,
+    namespace_fd: int,
     command: Sequence[str],
     environment: Mapping[str, str],
     output: int | None,
@@ -65,15 +65,15 @@ def _guard(
         signal.signal(number, signal.SIG_IGN)
     unshare(CLONE_NEWPID)
     reader, writer = os.pipe()
-    keep = [namespace, reader, *([] if output is None else [output])]
-    init = Child(lambda: _run_init_process(reader, namespace, command, environment, output), keep)
+    keep = [namespace_fd, reader, *([] if output is None else [output])]
+    init = Child(lambda: _run_init_process(reader, namespace_fd, command, environment, output), keep)
     os.write(writer, b"!")
     code = init.wait()
     return 1 if code is None or code < 0 else code
 
 
 def _run_init_process(
-    go: int, namespace: int, command: Sequence[str], environment: Mapping[str, str], output: int | None
+    go: int, namespace_fd: int, command: Sequence[str], environment: Mapping[str, str], output: int | None
 ) -> int:
     exit_with_parent(0)
     if not os.read(go, 1):  # the guard ended before this process was bound to it
@@ -82,7 +82,7 @@ def _run_init_process(
     mount_own_proc()
     pid = os.fork()
     if pid == 0:
-        _execute_command(namespace, command, environment, output)
+        _execute_command(namespace_fd, command, environment, output)
     while True:  # reaps every orphan of the namespace
         pid_ended, status = os.wait()
         if pid_ended == pid:
@@ -94,7 +94,7 @@ def _execute_command(
     namespace: int, command: Sequence[str], environment: Mapping[str, str], output: int | None
 ) -> None:
     try:
-        enter_network(namespace)
+        enter_network_namespace(namespace)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         if output is not None:

@@ -88,7 +88,7 @@ class BatchLoader:
         assert self._picked_samples is not None
         self.random.install()
         rows = self.source.get_rows(self._picked_samples.ids)
-        if self.components.sharing.is_due(step):
+        if self.components.sharing.is_injection_due(step):
             rows = await self._exchange_rows(rows, step)
             self.random.install()
         batch = self.source.prepare(rows, train=True)
@@ -108,7 +108,7 @@ class BatchLoader:
         """Returns True if the step's samples have importance weights."""
         return self._picked_samples is not None and self._picked_samples.weights is not None
 
-    def get_undrawn(self, step: int) -> DrawContext:
+    def build_wait_context(self, step: int) -> DrawContext:
         """Builds the context of samples to score while waiting: those not drawn, or all with random access."""
         assert self._picked_samples is not None
         pool, used_ids = self._picked_samples.pool, self._picked_samples.ids
@@ -154,7 +154,9 @@ class BatchLoader:
         size = self.components.sharing.get_local_batch_size(num_samples, self.runtime.comm.size)
         draw = sampler.draw(self._build_context(step, pool, size))
         fields: dict[str, Json] = (
-            {} if self.components.has_even_batches else {"buffered": len(arrivals.ids), **arrivals.metrics}
+            {}
+            if self.components.has_equal_batch_sizes
+            else {"buffered": len(arrivals.ids), **arrivals.metrics}
         )
         weight = draw.weight if arrivals.weight is None else arrivals.weight
         return _PickedSamples(draw.ids, draw.weights, weight, {**fields, **draw.metrics}, pool)
@@ -173,7 +175,7 @@ class BatchLoader:
         """Returns the step's rows after a round of the sharing."""
         channel = ExchangeChannel(self.runtime.comm, Purpose.SHARING.build_exchange_id(step), 0)
         batch = await self.runtime.launch(
-            self.components.sharing.exchange(channel, self.source, rows, step=step)
+            self.components.sharing.inject_samples(channel, self.source, rows, step=step)
         )
         self.sent_nbytes += channel.sent_nbytes
         return batch

@@ -40,7 +40,7 @@ class Components:
     """Size of the gradient buckets that the reducer exchanges."""
 
     def __post_init__(self) -> None:
-        _check_movable(self.sharing, self.stream, self.sampler)
+        _check_resharding(self.sharing, self.stream, self.sampler)
         is_unshared = self.stream.has_random_access and not self.sharing.has_data_transfers
         if self.sampler.is_balanced and not is_unshared:
             raise ConfigError(
@@ -53,7 +53,7 @@ class Components:
         return (self.sampler.needs_scores and self.stream.has_random_access) or self.sharing.is_permanent
 
     @cached_property
-    def has_even_batches(self) -> bool:
+    def has_equal_batch_sizes(self) -> bool:
         """Returns True if all replicas have equal batch sizes in every step."""
         lends_samples = self.sharing.has_data_transfers and not self.sharing.is_permanent
         return self.stream.has_random_access and not self.sampler.is_balanced and not lends_samples
@@ -75,7 +75,7 @@ class Components:
             )
         if self.sampler.is_balanced:
             return f"{BALANCED_LABEL} needs all replicas: leave it out"
-        if self.needs_shares or not self.has_even_batches or not self.sampler.has_shared_order:
+        if self.needs_shares or not self.has_equal_batch_sizes or not self.sampler.has_shared_order:
             return "replicas have to draw from one data set: leave out --sampler, --stream and --sharing"
         return ""
 
@@ -85,7 +85,7 @@ class Components:
         return self.scaling != NoScaling()
 
 
-def _check_movable(sharing: Sharing, stream: Stream, sampler: Sampler) -> None:
+def _check_resharding(sharing: Sharing, stream: Stream, sampler: Sampler) -> None:
     """Checks that stream and sampler allow samples to change owner, if the sharing is permanent.
 
     Raises:

@@ -46,7 +46,9 @@ async def apply_consensus(
       number: Number of the exchange, equal on all ranks.
       consensus: Result of :meth:`farflung.engine.Engine.get_consensus_parameters`.
     """
-    trained_params, averaged_if_unequal, overwritten, new_values = _split_tensors(model, consensus)
+    trained_params, averaged_if_unequal, overwritten, new_values = _collect_consensus_tensors(
+        model, consensus
+    )
     indices = await find_unequal(runtime, averaged_if_unequal, number, purpose=Purpose.EVALUATION)
     means = [
         tensor.detach() for tensor in (*trained_params, *(averaged_if_unequal[index] for index in indices))
@@ -61,7 +63,7 @@ async def apply_consensus(
         load_values([*means, *overwritten_data], saved_values)
 
 
-def _split_tensors(
+def _collect_consensus_tensors(
     model: nn.Module, consensus: Mapping[str, Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Returns tensors to average, tensors to average if unequal, tensors to overwrite, and their new values.
@@ -121,7 +123,7 @@ async def evaluate(
     comm = runtime.comm
     random = RandomState.from_workload(workload, derive_seed(seed, "evaluation", step, comm.rank), device)
 
-    means, averaged_if_unequal, overwritten, new_values = _split_tensors(model, consensus)
+    means, averaged_if_unequal, overwritten, new_values = _collect_consensus_tensors(model, consensus)
     tensors = [*means, *overwritten]
     if is_concurrent and (tensors or averaged_if_unequal):
         tensors += _list_other_tensors(model, tensors)
@@ -143,7 +145,7 @@ async def evaluate(
     def score(share: Tensor) -> Tensor:
         random.install()
         with _swap_values(tensors, values):
-            return _score_samples(workload, model, data, share, device)
+            return _sum_local_scores(workload, model, data, share, device)
 
     total = await _sum_scores(runtime, torch.arange(len(data)), score, step)
     loss, count, *_ = total.tolist()
@@ -218,7 +220,7 @@ def _cache_forward(model: nn.Module) -> Iterator[None]:
             vars(model)["forward"] = instance_forward
 
 
-def _score_samples(
+def _sum_local_scores(
     workload: Workload, model: nn.Module, data: Dataset, ids: Tensor, device: torch.device
 ) -> Tensor:
     """Returns the loss sum, the number of samples and the metric sums, in float64 on the CPU."""

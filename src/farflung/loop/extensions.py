@@ -21,7 +21,7 @@ class MetadataExtension(Extension):
 
     def __init__(self, components: Components) -> None:
         self._components = (components.stream, components.sampler, components.sharing)
-        self._has_even_batches = components.has_even_batches
+        self._has_equal_batch_sizes = components.has_equal_batch_sizes
 
     @property
     @override
@@ -30,7 +30,7 @@ class MetadataExtension(Extension):
 
     @override
     def report_metadata(self, metadata: StepMetadata) -> Mapping[str, float]:
-        numbers = {} if self._has_even_batches else {"samples": float(metadata.samples)}
+        numbers = {} if self._has_equal_batch_sizes else {"samples": float(metadata.samples)}
         for part in self._components:
             numbers.update(part.report_metadata())
         return numbers

@@ -369,7 +369,7 @@ class Replica:
         outcome = await self.engine.finish_round(has_updated=has_gradient)
         waited_s = self.engine.times.last_arrival_s - computed_s
         result = StepResult(step, metadata.samples, outcome, computed_s - fetched_s, waited_s)
-        if not self.components.has_even_batches:
+        if not self.components.has_equal_batch_sizes:
             result.report["batch"] = metadata.samples
         result.report.update(self.batch_loader.commit(step))
         for extension in self._extensions:
@@ -382,9 +382,9 @@ class Replica:
         )
         if self.runtime.elastic is not None:
             self._num_samples += metadata.samples * self.runtime.elastic.count_batches(step)
-        elif self.components.has_even_batches:
+        elif self.components.has_equal_batch_sizes:
             self._num_samples += metadata.samples * self.runtime.comm.size
-        self._count_samples(outcome)
+        self._add_reported_samples(outcome)
         self._record_step(metadata, result, split, begin_s)
         self.completed_steps += 1
         return outcome
@@ -397,7 +397,7 @@ class Replica:
             for extension in self._extensions:
                 stack.enter_context(extension.compute_context(step))
             loss, metadata = await self.runtime.compute(
-                Cost("forward", len(batch)), lambda: self.forward(batch, weights)
+                Cost("forward", len(batch)), lambda: self.compute_scaled_loss(batch, weights)
             )
             self.engine.begin_round(step, metadata)
             self.accumulated_gradient.load_gradients(len(batch))
@@ -452,7 +452,7 @@ class Replica:
         outcome = await self.engine.finish_round(has_updated=has_gradient)
         self.batch_loader.commit(step)
         self._num_samples += samples * elastic.count_batches(step)
-        self._count_samples(outcome)
+        self._add_reported_samples(outcome)
         self.completed_steps += 1
 
     async def _offer_state(self, elastic: ElasticMembership, step: int) -> None:
@@ -487,11 +487,11 @@ class Replica:
             self._scale_rate(step)
             await self.runtime.compute(Cost("optimizer", 0), self.update)
 
-        self._count_samples(await self.engine.flush(update))
+        self._add_reported_samples(await self.engine.flush(update))
 
-    def _count_samples(self, outcome: StepOutcome) -> None:
+    def _add_reported_samples(self, outcome: StepOutcome) -> None:
         """Adds the samples of all replicas in the reported steps, if batch sizes differ."""
-        if not self.components.has_even_batches:
+        if not self.components.has_equal_batch_sizes:
             self._num_samples += int(outcome.sums.get("samples", 0))
 
     def _set_rate(self, step: int, weight_share: float = 1.0) -> None:
@@ -520,7 +520,7 @@ class Replica:
 
     # --- parts of a step --------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, StepMetadata]:
+    def compute_scaled_loss(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, StepMetadata]:
         """Returns the loss to differentiate, scaled by the batch's share of accumulated samples, and the metadata."""
         self.model.train()
         self._random.install()

@@ -103,9 +103,11 @@ class Agreement:
         self.joiner = Joiner(self, self.log, is_joining)
         self.liveness = LivenessMonitor(self, self.log)
         if runtime.comm.size > 1:
-            self.launch(self._listen())
-            self.launch(self._handle_arrivals())  # before departures: an earlier arrival may have left since
-            self.launch(self._handle_departures())
+            self.launch(self._receive_messages())
+            self.launch(
+                self._handle_new_connections()
+            )  # before departures: an earlier arrival may have left since
+            self.launch(self._handle_lost_connections())
             self.launch(self.liveness.watch_exchanges())
             self.launch(self.giver.serve_requests())
             self.joiner.listen()
@@ -206,7 +208,7 @@ class Agreement:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    async def _listen(self) -> None:
+    async def _receive_messages(self) -> None:
         while True:
             source, payload = await self._comm.recv_any(TAG, deadline_s=math.inf)
             try:
@@ -267,7 +269,7 @@ class Agreement:
         elif self.is_joining or self.log.is_frozen:
             self.stop("the run has ended before this replica could return")
 
-    async def _handle_arrivals(self) -> None:
+    async def _handle_new_connections(self) -> None:
         while True:
             name = str(await self._comm.wait_for_join())
             if name not in self.connections.malformed_names:
@@ -279,14 +281,14 @@ class Agreement:
                 self.joiner.handle_connection(name)
                 self.schedule_processing()
 
-    async def _handle_departures(self) -> None:
+    async def _handle_lost_connections(self) -> None:
         while True:
             name = str(await self._comm.wait_for_leave())
-            if not self.connections.did_disconnect(name):
+            if not self.connections.record_disconnect(name):
                 continue
             self.joiner.handle_disconnect(name)
             if int(name) in self.giver.ranks:
-                self.launch(self._keep_offer(name))
+                self.launch(self._close_offer_unless_back(name))
             if self.is_over:
                 continue
             if self.joiner.suspension is not None or (
@@ -295,7 +297,7 @@ class Agreement:
                 self.connections.reconnect_lost([name])
             self.schedule_processing()
 
-    async def _keep_offer(self, name: str) -> None:
+    async def _close_offer_unless_back(self, name: str) -> None:
         """Reconnects to a replica that follows, and closes its offer unless it returns in time."""
         self.connections.reconnect_lost([name])
         await self.runtime.sleep_until(self.runtime.read_clock() + MAX_IDLE_DEADLINES * self.patience_s)
@@ -334,7 +336,7 @@ class Agreement:
             self.connections.process_at(self._admission_s)
             self.launch(self._process_when_idle(time_s + min(_ADMISSION_IDLE_S, self.patience_s / 8)))
         self.member.process_events(
-            can_vote=not self.connections.repair_connections(),
+            can_vote=not self.connections.start_repairs(),
             can_admit=is_between or time_s >= self._admission_s,
         )
         if self.connections.has_new_cuts():

@@ -135,7 +135,7 @@ class Connections:
         self.silent_names.discard(name)
         self._member.handle_connection(name)
 
-    def did_disconnect(self, name: str) -> bool:
+    def record_disconnect(self, name: str) -> bool:
         """Records the end of a connection; returns False if it was closed here."""
         if name in self.closed_names:
             return False  # closed by this member
@@ -182,7 +182,7 @@ class Connections:
 
     # --- members ----------------------------------------------------------------------------------------------------
 
-    def repair_connections(self) -> bool:
+    def start_repairs(self) -> bool:
         """Starts to reconnect or relay broken connections.
 
         Returns:
@@ -250,7 +250,7 @@ class Connections:
         self._runtime.launch(wait())
 
     def has_new_cuts(self) -> bool:
-        """Returns True if there are broken connections that :meth:`repair_connections` has not seen."""
+        """Returns True if there are broken connections that :meth:`start_repairs` has not seen."""
         return bool(self._member.find_cuts().difference(self._cut_times))
 
     def _reconnect(self, name: str, relay: str | None) -> Pending[None]:

@@ -211,7 +211,7 @@ class Follower:
             return ReplicaSuspended("this replica was suspended while it followed the run")
         return error
 
-    def end(self, error: BaseException) -> None:
+    def fail_waits(self, error: BaseException) -> None:
         """Fails all present and later waits with an error."""
         self._end_error = error
         self._fail(error)

@@ -81,7 +81,7 @@ class Joiner:
         assert self.follower is not None
         if not self._is_seeking:
             self._is_seeking = True
-            self._agreement.launch(self._seek_members())
+            self._agreement.launch(self._watch_holders())
         self._agreement.launch(self.send_requests())
         return await self.follower.receive_snapshot()
 
@@ -190,7 +190,7 @@ class Joiner:
     def end(self, error: BaseException) -> None:
         """Ends all waits with an error."""
         if self.follower is not None:
-            self.follower.end(error)
+            self.follower.fail_waits(error)
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class Joiner:
             for text in [*wants, *([ADMIT] if self._needs_admission else [])]:
                 self._comm.send(build_payload(text), int(name), TAG, -1)
 
-    async def _seek_members(self) -> None:
+    async def _watch_holders(self) -> None:
         """Ends a joining member if no member that has the state answers, or all had ended before it came.
 
         A suspended member waits for their return.

@@ -98,14 +98,14 @@ def predict_sharded_s(
     first = compute_loads_s(profile, groups, gathering, shard + metadata_nbytes)
     second = compute_loads_s(profile, groups, spreading, shard + metadata_back)
     t1, t2 = max(first.values(), default=0.0), max(second.values(), default=0.0)
-    one_way_s, two_way_s = _compute_delays(profile, groups, gathering, spreading)
+    one_way_s, two_way_s = _compute_latencies(profile, groups, gathering, spreading)
     if pieces == 1:
         return two_way_s + t1 + t2
     both_s = max((first.get(r, 0.0) + second.get(r, 0.0) for r in first.keys() | second.keys()), default=0.0)
     return max(two_way_s + t1 + t2 / pieces, two_way_s + t1 / pieces + t2, one_way_s + both_s)
 
 
-def _compute_delays(
+def _compute_latencies(
     profile: NetworkProfile,
     groups: Sequence[NodeGroup],
     gathering: Sequence[FlowBundle],
@@ -133,7 +133,7 @@ def predict_all_gather_s(profile: NetworkProfile, nbytes: int, metadata_nbytes: 
 
     groups = group_nodes(profile, profile.node_count)
     bundles = build_mesh(groups)
-    longest, _ = _compute_delays(profile, groups, bundles, bundles)
+    longest, _ = _compute_latencies(profile, groups, bundles, bundles)
     return longest + max(
         compute_loads_s(profile, groups, bundles, nbytes + metadata_nbytes).values(), default=0.0
     )

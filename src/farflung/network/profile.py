@@ -271,14 +271,14 @@ class NetworkProfile:
         link = self.get_site_link(src_site, dst_site).link
         limits = [
             link.bandwidth_bps,
-            *(capacity for _, capacity, _ in self.iterate_limits(src_site, dst_site)),
+            *(capacity for _, capacity, _ in self.iter_limits(src_site, dst_site)),
         ]
         round_trip_s = self.get_round_trip_s(src_site, dst_site)
         return choose_num_connections(
             min(map(compute_mean_capacity, limits)), round_trip_s, link.loss, self.congestion
         )
 
-    def iterate_limits(self, src_site: int, dst_site: int) -> Iterator[tuple[tuple[str, int], Capacity, int]]:
+    def iter_limits(self, src_site: int, dst_site: int) -> Iterator[tuple[tuple[str, int], Capacity, int]]:
         """Yields the limits of a flow besides its link: kind, site or medium, capacity, and number of crossings."""
         src, dst = self.sites[src_site], self.sites[dst_site]
         yield ("up", src_site), src.up_bps, 1
@@ -300,7 +300,7 @@ class NetworkProfile:
         )
         return forward.latency_s + backward.latency_s
 
-    def iterate_links(self) -> Iterator[Link]:
+    def iter_links(self) -> Iterator[Link]:
         """Yields each link that is defined anywhere."""
         yield from (site_link.link for site_link in self.site_links)
         yield from (site.inside for site in self.sites if site.inside is not None)

@@ -83,9 +83,7 @@ class Wiring:
         a, b = profile.get_site_index(src), profile.get_site_index(dst)
         site_link = profile.get_site_link(a, b)
         uses = []
-        for key, capacity, times in iterate_flow_limits(
-            profile, a, b, src, dst, apply_loss=self._applies_loss
-        ):
+        for key, capacity, times in iter_flow_limits(profile, a, b, src, dst, apply_loss=self._applies_loss):
             if key not in self._numbers:
                 self._numbers[key] = len(self.capacities)
                 self.capacities.append(capacity)
@@ -105,7 +103,7 @@ Resource: TypeAlias = tuple[str, int, int]
 """Kind of a capacity and its owner; one may stand for every node of a group, or for every pair of nodes."""
 
 
-def iterate_flow_limits(
+def iter_flow_limits(
     profile: NetworkProfile, src_site: int, dst_site: int, src: int, dst: int, *, apply_loss: bool = True
 ) -> Iterator[tuple[Resource, Capacity, int]]:
     """Yields the limits of a flow between two nodes, or nodes of two groups, with the number of crossings."""
@@ -117,7 +115,7 @@ def iterate_flow_limits(
         (link, speed, 1),
         *(
             ((kind, ends.get(kind, place), 0), capacity, times)
-            for (kind, place), capacity, times in profile.iterate_limits(src_site, dst_site)
+            for (kind, place), capacity, times in profile.iter_limits(src_site, dst_site)
         ),
     ]
     yield from (item for item in candidates if isinstance(item[1], BandwidthTrace) or item[1] < math.inf)
@@ -195,9 +193,7 @@ def collect_limits(
     num_flows = {"pair": 1, "up": bundle.per_src, "down": bundle.per_dst}
     return {
         resource: (capacity, times * num_flows.get(resource[0], src.count * bundle.per_src))
-        for resource, capacity, times in iterate_flow_limits(
-            profile, src.site, dst.site, bundle.src, bundle.dst
-        )
+        for resource, capacity, times in iter_flow_limits(profile, src.site, dst.site, bundle.src, bundle.dst)
     }
 
 

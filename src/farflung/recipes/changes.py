@@ -33,7 +33,7 @@ def parse_changes(text: str, settings: Mapping[str, Setting]) -> tuple[str, dict
     Raises:
       ConfigError: the form is invalid, a setting is unknown, or a value is of another type.
     """
-    name, nodes = _parse_nodes(text, settings)
+    name, nodes = _parse_changed_nodes(text, settings)
     changes: dict[str, Json] = {}
     for option, node in nodes.items():
         setting, words = settings[option], unparse(node)
@@ -42,7 +42,7 @@ def parse_changes(text: str, settings: Mapping[str, Setting]) -> tuple[str, dict
     return name, changes
 
 
-def _parse_nodes(text: str, settings: Collection[str]) -> tuple[str, dict[str, ast.expr]]:
+def _parse_changed_nodes(text: str, settings: Collection[str]) -> tuple[str, dict[str, ast.expr]]:
     """Parses a recipe into its name and changed settings as syntax trees; merges options of its namesake component."""
     refusal = f"recipe {text!r}: write it as name or name(setting=value), as in synchronous(codec=int8)"
     try:

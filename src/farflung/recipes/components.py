@@ -45,7 +45,7 @@ _REQUIRED_METHODS = {"codec": "encode", "scaling": "compute_factor"}
 """Method required of components of the other families."""
 
 
-def build_components(recipe: Recipe, seed: int, share: int | None) -> Components:
+def build_components(recipe: Recipe, seed: int, partition_index: int | None) -> Components:
     """Builds the components of a recipe; see :meth:`Recipe.build_components`."""
     is_native = find_collective(recipe.collective).is_native
     check_integer(f"recipe {recipe.name}", "bucket_nbytes", recipe.bucket_nbytes, 1)
@@ -56,11 +56,11 @@ def build_components(recipe: Recipe, seed: int, share: int | None) -> Components
             f"{recipe.collective}) count waits for samples against their deadline: choose another collective"
         )
     schedule: Schedule = _build_component("schedule", recipe.schedule, SCHEDULES)
-    sampler_seed = derive_seed(seed, "sampler", *([] if share is None else [share]))
+    sampler_seed = derive_seed(seed, "sampler", *([] if partition_index is None else [partition_index]))
     sampler: Sampler = _build_component(
         "sampler", recipe.sampler, SAMPLERS, {"seed": sampler_seed}, needs_fresh=True
     )
-    if share is not None and sampler.is_balanced:
+    if partition_index is not None and sampler.is_balanced:
         raise ConfigError(f"{BALANCED_LABEL}: all replicas draw from the whole set: leave out --partition")
     return Components(
         reducer=_build_reducer(recipe),
@@ -92,7 +92,7 @@ def _build_reducer(recipe: Recipe) -> Reducer:
 
 
 def _build_component(
-    kind: str,
+    family: str,
     component: object,
     registry: Mapping[str, Callable[..., Any]],
     options: Mapping[str, object] | None = None,
@@ -102,39 +102,39 @@ def _build_component(
     """Returns the component that is named by text, created by a class or function, or passed as an object.
 
     Args:
-      kind: Family.
+      family: Family.
       component: Component as text, class, function or object.
       registry: Components of the family by name.
       options: Options with settings of their own.
       needs_fresh: True if each replica needs its own component, so that an object is rejected.
     """
     if isinstance(component, str):
-        instance = build(kind, component, registry, options)
-    elif isinstance(component, type) or not _is_component(kind, component):
+        instance = build(family, component, registry, options)
+    elif isinstance(component, type) or not _is_component(family, component):
         if not callable(component):
-            raise ConfigError(f"{kind} {component!r}: {_explain_mismatch(kind)}")
+            raise ConfigError(f"{family} {component!r}: {_explain_mismatch(family)}")
         instance = component(**select_accepted(component, options or {}))
     elif needs_fresh:
         raise ConfigError(
-            f"{kind} {component!r}: each replica needs its own; give the class or a function that makes one"
+            f"{family} {component!r}: each replica needs its own; give the class or a function that makes one"
         )
     else:
         instance = component
-    if not _is_component(kind, instance):
-        raise ConfigError(f"{kind} {instance!r}: {_explain_mismatch(kind)}")
+    if not _is_component(family, instance):
+        raise ConfigError(f"{family} {instance!r}: {_explain_mismatch(family)}")
     return instance
 
 
-def _is_component(kind: str, member: object) -> bool:
+def _is_component(family: str, component: object) -> bool:
     return (
-        isinstance(member, _BASE_CLASSES[kind])
-        if kind in _BASE_CLASSES
-        else hasattr(member, _REQUIRED_METHODS[kind])
+        isinstance(component, _BASE_CLASSES[family])
+        if family in _BASE_CLASSES
+        else hasattr(component, _REQUIRED_METHODS[family])
     )
 
 
-def _explain_mismatch(kind: str) -> str:
+def _explain_mismatch(family: str) -> str:
     """Explains why an object is not a component of a family."""
-    if kind in _BASE_CLASSES:
-        return f"its class has to derive from farflung.types.{_BASE_CLASSES[kind].__name__}"
-    return f"it has no method {_REQUIRED_METHODS[kind]}(); see farflung.types.{kind.title()}"
+    if family in _BASE_CLASSES:
+        return f"its class has to derive from farflung.types.{_BASE_CLASSES[family].__name__}"
+    return f"it has no method {_REQUIRED_METHODS[family]}(); see farflung.types.{family.title()}"

@@ -60,17 +60,18 @@ class Recipe:
     scaling: str | RateScaling | Callable[..., RateScaling] = "none"
     bucket_nbytes: int = BUCKET_NBYTES
 
-    def with_components(self, **members: object) -> Recipe:
+    def with_components(self, **components: object) -> Recipe:
         """Returns the recipe with the given components replaced; None keeps one."""
-        changes: dict[str, Any] = {field: value for field, value in members.items() if value is not None}
+        changes: dict[str, Any] = {field: value for field, value in components.items() if value is not None}
         return replace(self, **changes)
 
-    def build_components(self, seed: int, share: int | None = None) -> Components:
+    def build_components(self, seed: int, partition_index: int | None = None) -> Components:
         """Builds one replica's components; those passed as objects are used unchanged.
 
         Args:
           seed: Seed of the run.
-          share: Index of the part of the training set that only this replica draws from, in an order of its own;
+          partition_index: Index of the part of the training set that only this replica draws from, in an order of its
+          own;
             ``None`` to draw from the whole set, in turn with the others.
 
         Raises:
@@ -81,7 +82,7 @@ class Recipe:
             build_components,
         )  # and torch, which a recipe in words does without
 
-        return build_components(self, seed, share)
+        return build_components(self, seed, partition_index)
 
     @property
     def component_texts(self) -> dict[str, str]:

@@ -17,14 +17,14 @@ from farflung.codecs.base import SparseCodec, check_floating, get_nested_state, 
 from farflung.codecs.selection import count_kept, find_largest
 from farflung.errors import ConfigError
 from farflung.options import check_choice, check_fraction, check_integer, check_number
-from farflung.reducers.aggregation import CodecExchange, start_gathered
+from farflung.reducers.aggregation import CodecExchange, start_all_gather
 from farflung.reducers.base import (
     build_result,
     check_rounds,
     compute_numerator,
-    get_codec_method,
+    format_codec,
+    format_reducer,
     get_numerator_spec,
-    get_reducer_method,
     pack_metadata,
 )
 from farflung.types import (
@@ -115,7 +115,7 @@ class AdaptiveTopK(Reducer):
     @property
     def method(self) -> str:
         """Name of the arithmetic for coding costs."""
-        return get_codec_method(self._codec) if self.rule == "paper" else get_reducer_method(self)
+        return format_codec(self._codec) if self.rule == "paper" else format_reducer(self)
 
     @property
     def _codec(self) -> ErrorFeedback:
@@ -165,7 +165,7 @@ class AdaptiveTopK(Reducer):
     async def reduce(
         self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
     ) -> ReduceResult:
-        rule = self._reduce_released if self.rule == "released" else self._reduce_paper
+        rule = self._reduce_released if self.rule == "released" else self._reduce_by_shared_decision
         return await rule(channel, slot, contribution, step)
 
     @override
@@ -174,7 +174,7 @@ class AdaptiveTopK(Reducer):
         steps = sum(state["steps"] for state in states)
         return {"cnc": sum(state["compressed"] for state in states) / steps if steps else 0.0}
 
-    async def _reduce_paper(
+    async def _reduce_by_shared_decision(
         self, channel: Channel, slot: StateSlot, contribution: Contribution, step: int
     ) -> ReduceResult:
         """Sends the largest entries or all, as all ranks decided by earlier norms, or by this step's if exact."""
@@ -191,7 +191,7 @@ class AdaptiveTopK(Reducer):
         )
         exchange = CodecExchange(channel, self.collective, packed_metadata, step, contribution.tensor.dtype)
         if shared["compress"]:
-            path = start_gathered(exchange, self._codec, method, inner, tensor)
+            path = start_all_gather(exchange, self._codec, method, inner, tensor)
             summed, inner = path.finish(), path.state
         else:
             cost = CodingCost("add", "", tensor.numel())
@@ -214,7 +214,7 @@ class AdaptiveTopK(Reducer):
         return torch.stack([accumulated.double().square().sum(), largest.double().square().sum()]).cpu()
 
     def _update_state(self, state: CodecState, *, is_compressed: bool, sums: list[float]) -> CodecState:
-        shared = {**_count_exchange(state, is_compressed).shared, "sums": sums}
+        shared = {**_record_exchange(state, is_compressed).shared, "sums": sums}
         return CodecState(shared if self.decide == "last" else self._with_share(shared, sums), state.local)
 
     def _update_all_states(self, states: Mapping[int, CodecState]) -> Mapping[int, CodecState]:
@@ -265,13 +265,13 @@ class AdaptiveTopK(Reducer):
             channel, self.collective, pack_metadata(contribution), step, contribution.tensor.dtype
         )
         if should_compress:
-            summed = start_gathered(
+            summed = start_all_gather(
                 exchange, _FixedEntries(chosen), method, CodecState(), accumulated
             ).finish()
         else:
             summed = exchange.sum_dense(tensor)
         result = build_result(channel, *await summed, contribution.tensor.dtype)
-        return replace(result, update_state=partial(_count_exchange, is_compressed=should_compress))
+        return replace(result, update_state=partial(_record_exchange, is_compressed=should_compress))
 
     def _select(
         self, runs: Sequence[Sequence[int]], tensor: Tensor, residual: Tensor
@@ -289,7 +289,7 @@ class AdaptiveTopK(Reducer):
         return accumulated, torch.cat(chosen), left_out if math.isfinite(left_out) else 1.0
 
 
-def _count_exchange(state: CodecState, is_compressed: bool) -> CodecState:
+def _record_exchange(state: CodecState, is_compressed: bool) -> CodecState:
     """Records one exchange in the CNC ratio."""
     shared = state.shared
     counts = {"steps": shared["steps"] + 1, "compressed": shared["compressed"] + is_compressed}

@@ -33,7 +33,7 @@ __all__ = [
     "StartedAggregation",
     "Sums",
     "check_segmentable",
-    "start_gathered",
+    "start_all_gather",
     "start_hops",
     "start_linear",
     "start_two_phases",
@@ -176,7 +176,7 @@ def start_linear(
     return StartedAggregation(state, finish, partial(codec.update_state, step=exchange.step))
 
 
-def start_gathered(
+def start_all_gather(
     exchange: CodecExchange, codec: Codec, method: str, state: CodecState, tensor: Tensor
 ) -> StartedAggregation:
     """Starts an aggregation that sends one payload to all ranks, and sums decoded payloads in rank order.

@@ -23,10 +23,10 @@ __all__ = [
     "clamp_finite",
     "compute_mean",
     "compute_numerator",
-    "get_codec_method",
+    "format_codec",
+    "format_reducer",
     "get_divisor",
     "get_numerator_spec",
-    "get_reducer_method",
     "list_summed_nbytes",
     "pack_metadata",
 ]
@@ -129,7 +129,7 @@ def check_rounds(name: str, collective: str) -> None:
         )
 
 
-def get_codec_method(codec: Codec) -> str:
+def format_codec(codec: Codec) -> str:
     """Returns a codec in recipe syntax; takes some microseconds.
 
     >>> from farflung.codecs import QSGD, error_feedback
@@ -139,7 +139,7 @@ def get_codec_method(codec: Codec) -> str:
     return format_spec(codec, CODECS | _FACTORY_CLASSES)
 
 
-def get_reducer_method(reducer: Any, **overrides: object) -> str:
+def format_reducer(reducer: Any, **overrides: object) -> str:
     """Returns a reducer of several rounds in recipe syntax, without its collective.
 
     Args:

@@ -23,7 +23,7 @@ from farflung.reducers.aggregation import (
     StartedAggregation,
     Sums,
     check_segmentable,
-    start_gathered,
+    start_all_gather,
     start_hops,
     start_linear,
     start_two_phases,
@@ -33,7 +33,7 @@ from farflung.reducers.base import (
     cast_mean,
     compute_mean,
     compute_numerator,
-    get_codec_method,
+    format_codec,
     get_divisor,
     get_numerator_spec,
     pack_metadata,
@@ -145,7 +145,7 @@ class CodecReducer(Reducer):
             average = mean if average_factor == 1.0 else mean * average_factor
             return self._wrap_state(state, path.update_state(self._unwrap_state(state)[0], average))
 
-        cost = CodingCost("learn", get_codec_method(self.codec), total.numel())
+        cost = CodingCost("learn", format_codec(self.codec), total.numel())
         return replace(result, update_state=lambda current: channel.compute(cost, partial(learn, current)))
 
     def _start(
@@ -157,12 +157,12 @@ class CodecReducer(Reducer):
             return StartedAggregation(state, partial(exchange.sum_dense, tensor))
         path = self._choose_phases(codec, state)
         if path == "two" and exchange.channel.size > 1:
-            method = get_codec_method(strip_feedback(codec))
+            method = format_codec(strip_feedback(codec))
             return start_two_phases(exchange, codec, method, state, tensor, seeds)
-        method = get_codec_method(codec)
+        method = format_codec(codec)
         if path == "hops":
             return start_hops(exchange, codec, method, state, tensor, seeds)
-        start = start_linear if path == "linear" else start_gathered
+        start = start_linear if path == "linear" else start_all_gather
         return start(exchange, codec, method, state, tensor)
 
     def _start_routes(

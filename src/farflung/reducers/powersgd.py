@@ -22,8 +22,8 @@ from farflung.reducers.base import (
     cast_mean,
     check_rounds,
     compute_numerator,
+    format_reducer,
     get_divisor,
-    get_reducer_method,
     pack_metadata,
 )
 from farflung.types import (
@@ -104,11 +104,15 @@ class PowerSGD(Reducer):
     @property
     def method(self) -> str:
         """Name of the arithmetic for coding costs."""
-        return get_reducer_method(self, dense_steps=None)
+        return format_reducer(self, dense_steps=None)
 
     @override
-    def with_run_length(self, steps: int, warmup: int) -> PowerSGD:
-        return self if self.dense_steps is not None else replace(self, dense_steps=max(steps // 10, warmup))
+    def with_run_length(self, steps: int, rate_warmup_steps: int) -> PowerSGD:
+        return (
+            self
+            if self.dense_steps is not None
+            else replace(self, dense_steps=max(steps // 10, rate_warmup_steps))
+        )
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -156,7 +160,7 @@ class PowerSGD(Reducer):
             """Returns the matrices, and the dense parts followed by P of each shape."""
             matrices = self._build_matrices(state, tensor)
             q = {
-                shape: self._repair_q(state, shape, q, tensor.device, step)
+                shape: self._prepare_q(state, shape, q, tensor.device, step)
                 for shape, q in state.shared["q"].items()
             }
             dense = [tensor[start : start + numel] for start, numel in state.shared["layout"]["dense"]]
@@ -255,7 +259,7 @@ class PowerSGD(Reducer):
                 matrices[shape] += residual[shape].to(tensor.device)
         return matrices
 
-    def _repair_q(self, state: CodecState, shape: str, q: Tensor, device: torch.device, step: int) -> Tensor:
+    def _prepare_q(self, state: CodecState, shape: str, q: Tensor, device: torch.device, step: int) -> Tensor:
         """Returns Q on the device: a random one without warm start, else with unusable columns replaced."""
         noise = create_device_generator(device, state.shared["seed"], shape, step)
         fresh = self._draw_q(shape, len(q), q.dtype, noise)

@@ -25,7 +25,7 @@ from farflung.reducers.base import (
     build_result,
     check_rounds,
     compute_numerator,
-    get_reducer_method,
+    format_reducer,
     pack_metadata,
 )
 from farflung.types import (
@@ -90,7 +90,7 @@ class SharedScaleQSGD(Reducer):
     @property
     def method(self) -> str:
         """Name of the arithmetic for coding costs."""
-        return get_reducer_method(self)
+        return format_reducer(self)
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:

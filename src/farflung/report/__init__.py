@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from farflung.report.partition import render_partition_table
     from farflung.report.tables import (
         PLAIN_WIDTH,
-        as_lines,
-        as_text,
         format_score,
         get_output_width,
+        render_lines,
         render_summary_table,
+        render_text,
     )
     from farflung.report.trace import build_chrome_trace
     from farflung.report.traffic import TrafficByKind, read_traffic, render_traffic_table
@@ -43,8 +43,6 @@ __all__ = [
     "ReportedRun",
     "RunHistory",
     "TrafficByKind",
-    "as_lines",
-    "as_text",
     "build_chrome_trace",
     "build_report_data",
     "compare_runs",
@@ -53,8 +51,10 @@ __all__ = [
     "get_output_width",
     "read_traffic",
     "render_comparison_table",
+    "render_lines",
     "render_partition_table",
     "render_report_page",
     "render_summary_table",
+    "render_text",
     "render_traffic_table",
 ]

@@ -151,7 +151,9 @@ class ReportedRun:
     def build_lines(self, chart: _Chart) -> Iterator[tuple[str, dict[int, float]]]:
         """Yields the name and the values by step of each line of a chart."""
         for name, (field, index) in chart.lines.items():
-            values_by_step = self._collect_values(field, index, from_evaluations=chart.uses_evaluations)
+            values_by_step = self._collect_values_by_step(
+                field, index, from_evaluations=chart.uses_evaluations
+            )
             if chart.aggregate is not None:
                 yield (
                     name,
@@ -168,7 +170,7 @@ class ReportedRun:
                 for label, aggregate in aggregates.items():
                     yield label, {step: aggregate(values.values()) for step, values in values_by_step.items()}
 
-    def _collect_values(
+    def _collect_values_by_step(
         self, field: str, index: int | None, *, from_evaluations: bool
     ) -> dict[int, dict[int, float]]:
         """Returns the finite values of a field of events, by step and then by rank."""
@@ -201,13 +203,15 @@ def _build_chart(chart: _Chart, runs: Sequence[ReportedRun]) -> Iterator[Figure]
             if values and not (smoothed and len(runs) > 1):
                 lines.append(
                     {
-                        **_build_line(run, title, values, from_evaluations=chart.uses_evaluations),
+                        **_build_thinned_line(run, title, values, from_evaluations=chart.uses_evaluations),
                         "faint": smoothed,
                     }
                 )
             if smoothed:
                 means = _smooth(values.values(), max(2, len(values) // 50))
-                lines.append(_build_line(run, f"{title}, moving mean", dict(zip(values, means, strict=True))))
+                lines.append(
+                    _build_thinned_line(run, f"{title}, moving mean", dict(zip(values, means, strict=True)))
+                )
     if lines:
         yield _build_line_chart(chart.title, chart.label, runs, lines, from_zero=chart.section != LEARNING)
 
@@ -223,7 +227,7 @@ def _smooth(values: Iterable[float], half: int) -> list[float]:
     return means
 
 
-def _build_line(
+def _build_thinned_line(
     run: ReportedRun, name: str, values: Mapping[int, float], *, from_evaluations: bool = False
 ) -> dict[str, Json]:
     """Returns a chart's line as JSON: step, time, bytes and value of about :data:`MAX_POINTS` points at most."""
@@ -254,7 +258,7 @@ def _build_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[Jso
     return {"kind": "table", "title": title, "columns": [*columns], "rows": [list(row) for row in rows]}
 
 
-def _build_bars(run: ReportedRun, title: str) -> Iterator[Figure]:
+def _build_time_bars(run: ReportedRun, title: str) -> Iterator[Figure]:
     """Yields a bar chart of each replica's total seconds by part; nothing if there are none."""
     seconds = {rank: h.part_seconds for rank, h in run.histories.items() if any(h.part_seconds.values())}
     parts = [
@@ -317,7 +321,7 @@ def _build_members(run: ReportedRun, title: str) -> Iterator[Figure]:
         )
         for _, event in views:
             counts |= {step: len(event["members"]) for step in counts if step >= event["step"]}
-        line: dict[str, Json] = {**_build_line(run, "members", counts), "stepped": True}
+        line: dict[str, Json] = {**_build_thinned_line(run, "members", counts), "stepped": True}
         yield _build_line_chart(title, "members", [run], [line], from_zero=True)
         fields = ("view", "step", "members", "lost", "joined", "repeated_steps")
         rows = [[*map(event.get, fields), time_s] for time_s, event in views]
@@ -412,7 +416,7 @@ def build_report_data(runs: Sequence[ReportedRun], *, is_live: bool = False) -> 
         "Results": [*_build_results(runs)],
         LEARNING: [],
         "Measured beside simulated": [*_compare_to_simulated(runs)],
-        "Where the time went": build_all(_build_bars, "Seconds of each rank"),
+        "Where the time went": build_all(_build_time_bars, "Seconds of each rank"),
         "Steps": build_all(_build_gantt, "The last steps, by the clock of each rank"),
         "Members": build_all(_build_members, "Members at each step"),
         "Shares of the training set": build_all(_build_shares, "Samples of each rank"),

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLAIN_WIDTH",
-    "as_lines",
-    "as_text",
     "create_table",
     "format_duration",
     "format_score",
     "get_output_width",
+    "render_lines",
     "render_summary_table",
+    "render_text",
 ]  # fmt: skip
 
 PLAIN_WIDTH = 200
@@ -53,7 +53,7 @@ def get_output_width() -> int:
     return shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns
 
 
-def as_text(table: Table) -> str:
+def render_text(table: Table) -> str:
     """Renders a table as lines without colours, no wider than :data:`PLAIN_WIDTH`."""
     from rich.console import Console
 
@@ -62,7 +62,7 @@ def as_text(table: Table) -> str:
     return buffer.getvalue().rstrip("\n")
 
 
-def as_lines(values: Mapping[str, Json]) -> str:
+def render_lines(values: Mapping[str, Json]) -> str:
     """Formats figures as lines of name and value, for use without rich.
 
     >>> print(as_lines({"steps": 3, "time_s": {"compute": 0.5, "other": 0.0}}))
@@ -73,7 +73,7 @@ def as_lines(values: Mapping[str, Json]) -> str:
     lines = []
     for name, value in values.items():
         if isinstance(value, dict):
-            lines += [f"{name}.{line}" for line in as_lines(value).splitlines()]
+            lines += [f"{name}.{line}" for line in render_lines(value).splitlines()]
         else:
             lines.append(f"{name} {value if isinstance(value, str) else json.dumps(value)}")
     return "\n".join(lines)

@@ -73,12 +73,12 @@ class Comparison:
 
     @override
     def __str__(self) -> str:
-        from farflung.report import as_lines, as_text, get_output_width
+        from farflung.report import get_output_width, render_lines, render_text
 
         try:
-            return as_text(self.build_table(get_output_width()))
+            return render_text(self.build_table(get_output_width()))
         except MissingExtra:
-            return "\n\n".join(as_lines(row.to_json()) for row in self.rows)
+            return "\n\n".join(render_lines(row.to_json()) for row in self.rows)
 
 
 def compare(

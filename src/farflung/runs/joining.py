@@ -157,7 +157,7 @@ def train_replica(
             store,
             meeting=_MEETING,
             advice=str(files.path),
-            endpoint=replace(options.endpoint.resolve_interface(env.find_interface), encrypt=config.encrypt),
+            endpoint=replace(options.endpoint.resolve_interface(env.find_address), encrypt=config.encrypt),
             settings={**config.to_json(), "model": config.compute_model_hash()},
             deadline_s=config.deadline,
             members=({rank} if guest else range(size)) if config.elastic else None,

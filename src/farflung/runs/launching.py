@@ -83,7 +83,7 @@ _forked_parents: list[WorkerParent] = []
 def fork_worker_parent() -> Iterator[None]:
     """Forks the parent of one run's workers; the caller must not have threads or have computed anything."""
     read_fd, write_fd = os.pipe()
-    process = multiprocessing.get_context("fork").Process(target=_run_forked_parent, args=(read_fd, write_fd))
+    process = multiprocessing.get_context("fork").Process(target=_serve_in_fork, args=(read_fd, write_fd))
     process.start()
     os.close(read_fd)
     assert process.pid is not None
@@ -95,8 +95,8 @@ def fork_worker_parent() -> Iterator[None]:
             _forked_parents.pop().stop()
 
 
-def _run_forked_parent(read_fd: int, write_fd: int) -> None:
-    """Runs :func:`serve` on the pipe's read end in a session of its own, and exits with its code."""
+def _serve_in_fork(read_fd: int, write_fd: int) -> None:
+    """Runs :func:`serve_probes` on the pipe's read end in a session of its own, and exits with its code."""
     os.setsid()
     os.close(write_fd)
     sys.exit(serve(read_fd))

@@ -20,7 +20,7 @@ __all__ = ["make_replica", "resolve_run_collective"]
 
 def make_replica(
     runtime: Runtime,
-    task: Workload,
+    workload: Workload,
     recipe: Recipe,
     training: Training,
     telemetry: Telemetry | None = None,
@@ -36,7 +36,7 @@ def make_replica(
 
     Args:
       runtime: Runtime of the replica.
-      task: Workload to train.
+      workload: Workload to train.
       recipe: Recipe of the run, from which this replica's components are built.
       training: Training settings.
       telemetry: Emitter of events; by default events are discarded.
@@ -55,7 +55,7 @@ def make_replica(
     warmup = getattr(rates, "warmup", 0) if rates.unit == "steps" else 0
     return replica_type(
         runtime,
-        task,
+        workload,
         training,
         replace(parts, reducer=parts.reducer.with_run_length(training.steps, warmup)),
         telemetry or Telemetry(rank),

@@ -88,9 +88,9 @@ class Run:
 
     @override
     def __str__(self) -> str:
-        from farflung.report import as_lines, as_text
+        from farflung.report import render_lines, render_text
 
         try:
-            return as_text(self.build_table())
+            return render_text(self.build_table())
         except MissingExtra:
-            return as_lines(self.summary)
+            return render_lines(self.summary)

@@ -186,7 +186,7 @@ def _create_world(
             ],
             make,
         )
-    world.injector.warn_of_missed()
+    world.injector.warn_of_missed_faults()
 
 
 def _run_simulation(
@@ -397,7 +397,7 @@ def _finish_run(run: PreparedRun[SimulatedConfig], summary: dict[str, Json], wor
     bottleneck = find_bottleneck(run.files.load_events())
     full_summary: dict[str, Json] = {
         **summary,
-        **summarize_coding(world, is_resumed=run.files.is_resumed),
+        **summarize_rank0_coding(world, is_resumed=run.files.is_resumed),
         **({"bottleneck": bottleneck} if bottleneck else {}),
         "partition": run.config.describe_partition(),
         "simulated": run.config.describe_world(),
@@ -426,7 +426,7 @@ def limit_threads(count: int) -> Iterator[None]:
 # --- coding whose time is not modelled ------------------------------------------------------------
 
 
-def summarize_coding(world: VirtualWorld, *, is_resumed: bool) -> dict[str, Json]:
+def summarize_rank0_coding(world: VirtualWorld, *, is_resumed: bool) -> dict[str, Json]:
     """Returns rank 0's coding seconds, unless resumed, and all methods without a rate; empty if devices have no rates.
 
     ``coding_s`` is rank 0's seconds of coding and moving messages, unless the run was resumed. ``coding_not_charged``

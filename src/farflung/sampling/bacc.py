@@ -99,11 +99,11 @@ class Bacc:
         self._steps, self._num_scored = 0, 0
         self._budget_s, self._scoring_s = 0.0, 0.0
 
-    def _compute_chunks(self, max_chunks: int) -> int:
+    def _compute_chunks(self, fallback: int) -> int:
         """Computes how many chunks the measured time allows; returns the previous number if none was scored."""
         if not self._num_scored:
             return self._num_chunks
         if not self._scoring_s:
-            return max_chunks
+            return fallback
         budget_s, chunk_s = self._budget_s / self._steps, self._chunk * self._scoring_s / self._num_scored
         return max(1, math.floor(budget_s / chunk_s))

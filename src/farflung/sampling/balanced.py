@@ -66,7 +66,7 @@ class BalancedSampler(UniformSampler):
     def draw(self, context: DrawContext) -> Draw:
         if len(self.counts) != context.size or not isinstance(context.pool, int):
             return super().draw(context)
-        ranges = self._take_ranges(sum(self.counts))
+        ranges = self._take_positions(sum(self.counts))
         rank_ranges = slice_ranges(ranges, sum(self.counts[: context.rank]), self.counts[context.rank])
         return Draw(
             torch.cat([self._list_samples(span.start, len(span), context.pool) for span in rank_ranges])

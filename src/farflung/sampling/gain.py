@@ -91,23 +91,23 @@ class Gain:
 
     # --- measurements of this replica ---------------------------------------------------------------------------------
 
-    def record_scores(self, moments: tuple[float, float, float], batch_fraction: float) -> None:
+    def record_moments(self, moments: tuple[float, float, float], drawn_fraction: float) -> None:
         """Replaces the pending moments by those of a group of scores; applies them immediately outside a run.
 
         Args:
           moments: Result of :func:`farflung.sampling.importance.compute_second_moments`.
-          batch_fraction: Batch size divided by the number of candidates, b/M.
+          drawn_fraction: Batch size divided by the number of candidates, b/M.
         """
         drawn, first, uniform = moments
         moments_sums = (
-            batch_fraction * first,
-            (1 - batch_fraction) * drawn,
+            drawn_fraction * first,
+            (1 - drawn_fraction) * drawn,
             uniform,
-            batch_fraction * uniform,
+            drawn_fraction * uniform,
         )
         self._pending.update(zip(MOMENT_NAMES, moments_sums, strict=True))
         if self._undefined_reason is None:
-            self.did_change_rule(self.drain())
+            self.update_rule(self.drain())
 
     def record_norms(self, local_square: float, mean_square: float, share: float, *, is_rank_0: bool) -> None:
         r"""Records the norms of a step's exchange.
@@ -130,7 +130,7 @@ class Gain:
 
     # --- results equal on all replicas --------------------------------------------------------------------------------
 
-    def did_change_rule(self, sums: Mapping[str, float]) -> bool:
+    def update_rule(self, sums: Mapping[str, float]) -> bool:
         """Updates the moving sums by a step's sums over all replicas; returns True if it changes the rule."""
         if self._undefined_reason:
             return False
@@ -295,7 +295,7 @@ class GainExtension(Extension):
                 flight.weight / reduced.weight if reduced.weight else 0.0,
                 is_rank_0=is_rank_0,
             )
-        if flight.is_first_of_step and self._gain.did_change_rule(metadata.sums) and is_rank_0:
+        if flight.is_first_of_step and self._gain.update_rule(metadata.sums) and is_rank_0:
             self._runtime.decisions.record(Decision("sampling", flight.step, self._gain.rule, timing=False))
 
 

@@ -394,7 +394,7 @@ class GroupedImportance(ScoringSampler):
         self._bacc.record_times(times)
         if self._rule is not None and self.gain is not None and self._new_scores:
             scores, weights = (torch.cat(column) for column in zip(*self._new_scores, strict=True))
-            self.gain.record_scores(self._rule.compute_moments(scores, weights), self._batch_fraction)
+            self.gain.record_moments(self._rule.compute_moments(scores, weights), self._batch_fraction)
         self._new_scores.clear()
 
     # --- samples that change their owner ----------------------------------------------------------------------------
@@ -429,7 +429,7 @@ class GroupedImportance(ScoringSampler):
         return torch.where(is_held, self._scores[rows], UNSCORED)
 
     @override
-    def replace_samples(self, ids: SampleIds, scores: Tensor) -> None:
+    def set_scores(self, ids: SampleIds, scores: Tensor) -> None:
         """Sets the scores of slots whose samples were replaced; the slots stay in their groups."""
         rows, is_held = self._find_rows(ids)
         self._scores[rows[is_held]], self._scored_at[rows[is_held]] = scores[is_held], UNKNOWN_STEP

@@ -103,7 +103,7 @@ class ScoringExtension(Extension):
     @override
     async def use_wait(self, step: int) -> None:
         """Does the work planned for a step, chunk by chunk."""
-        compute, context = self._loop.runtime.compute, self._loop.batch_loader.get_undrawn(step)
+        compute, context = self._loop.runtime.compute, self._loop.batch_loader.build_wait_context(step)
         begin, count, score = (
             self._loop.runtime.read_clock(),
             0,

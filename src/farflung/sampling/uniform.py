@@ -45,7 +45,7 @@ class UniformSampler(Sampler):
         """Draws this replica's part of the step's samples."""
         if isinstance(context.pool, Tensor):
             return Draw(context.pool[: context.batch_size])
-        ranges = self._take_ranges(context.size * context.batch_size)
+        ranges = self._take_positions(context.size * context.batch_size)
         self._history[context.step] = ranges, context.batch_size
         self._history.pop(context.step - _HISTORY_STEPS, None)
         rank_ranges = slice_ranges(ranges, context.rank * context.batch_size, context.batch_size)
@@ -82,7 +82,7 @@ class UniformSampler(Sampler):
         for step, (count, ranges) in state.get("latest", {}).items():
             self._history[int(step)] = [range(*ends) for ends in ranges], count
 
-    def _take_ranges(self, count: int) -> list[range]:
+    def _take_positions(self, count: int) -> list[range]:
         """Takes ``count`` positions of the order, those of returned batches first, and advances the cursor."""
         ranges: list[range] = []
         while count and self._returned_ranges:

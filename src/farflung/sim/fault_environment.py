@@ -168,9 +168,9 @@ class VirtualFaultEnvironment(FaultEnvironment):
 
     @override
     def leave(self, rank: int) -> None:
-        self.call_when_running(rank, self.get_running_s(rank), lambda: self._leave_view(rank))
+        self.call_when_running(rank, self.get_running_s(rank), lambda: self._begin_leave(rank))
 
-    def _leave_view(self, rank: int) -> None:
+    def _begin_leave(self, rank: int) -> None:
         """Begins the leave of a rank for the fault plan, unless it has requested one itself, and drops its task."""
         assert self._membership is not None
         if not self.did_request_leave(rank) and rank in self._membership:
@@ -188,7 +188,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
         self._start(rank)
         self._membership.admit(rank)
         if not self._is_check_scheduled:
-            self._check_waits()
+            self._check_deadlines()
 
     # --- effects on replicas ------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
             if self._membership is None or rank in self._membership:
                 self._start(rank)
         if self._pauses is not None:
-            self._check_waits()
+            self._check_deadlines()
 
     def _start(self, rank: int) -> None:
         task = self.running_tasks[rank] = self._start_task(rank)
@@ -290,7 +290,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
                 for mailbox in self._network.mailboxes:
                     mailbox.end(task.error)
 
-    def _check_waits(self) -> None:
+    def _check_deadlines(self) -> None:
         """Fails the first wait that its failure detector gives up; otherwise schedules the next check."""
         self._is_check_scheduled = False
         alive = [rank for rank, task in self.running_tasks.items() if not task.is_done]
@@ -323,7 +323,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
                 if self._membership is not None:
                     self._network.mailboxes[rank].fail(wait, deadline_error)
                     self._is_check_scheduled = True
-                    self._clock.call_soon(self._check_waits)
+                    self._clock.call_soon(self._check_deadlines)
                 else:
                     self._network.mailboxes[rank].end(deadline_error)
                 return
@@ -337,7 +337,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
 
     def _schedule_check(self, t: float) -> None:
         self._is_check_scheduled = True
-        self._clock.call_at(t, self._check_waits)
+        self._clock.call_at(t, self._check_deadlines)
 
     # --- failure detection ----------------------------------------------------------------------------------------
 

@@ -173,13 +173,18 @@ class _RecordingReducer(Reducer):
         return result
 
     def _wrap_update(
-        self, update: Callable[[S], S], channel: _RecordingChannel, is_joint: bool, step: int, number: int
+        self,
+        update: Callable[[S], S],
+        channel: _RecordingChannel,
+        is_joint: bool,
+        step: int,
+        exchange_index: int,
     ) -> Callable[[S], S]:
         """Wraps an update of the reducer state so that its operations are recorded for an exchange."""
 
         def record_update(states: S) -> S:
             new_states = update(states)
-            self._recorder.record_update(is_joint, step, number, channel.take_ops())
+            self._recorder.record_update(is_joint, step, exchange_index, channel.take_ops())
             return new_states
 
         return record_update

@@ -66,7 +66,7 @@ class RetimedReplica(Replica):
         Replica.__post_init__(self)
 
     @override
-    def forward(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, StepMetadata]:
+    def compute_scaled_loss(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, StepMetadata]:
         del weights
         return torch.zeros(()), StepMetadata(0.0, self.batch_loader.compute_weight(len(batch)), len(batch))
 

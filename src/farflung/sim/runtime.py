@@ -150,7 +150,7 @@ class VirtualWorld:
                 raise ConfigError(
                     f"rank {rank} comes in again: say what it runs by run(coroutines, build_rejoined=...)"
                 )
-            runtime = self._create_runtime(rank)
+            runtime = self._replace_runtime(rank)
             return Task(build_rejoined(runtime), runtime.call_soon)
 
         if len(waiting) != len(self.runtimes):
@@ -189,7 +189,7 @@ class VirtualWorld:
             )
         return [running[rank].result() for rank in remaining]
 
-    def _create_runtime(self, rank: int) -> VirtualRuntime:
+    def _replace_runtime(self, rank: int) -> VirtualRuntime:
         """Replaces runtime and mailbox of a rank that is admitted again; earlier messages do not reach it."""
         self.network.mailboxes[rank] = Mailbox()
         runtime = self.runtimes[rank] = VirtualRuntime(self, rank, self.runtimes[rank].device)
@@ -339,13 +339,13 @@ class VirtualRuntime:
     def run_backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
-        """Computes now; buckets are ready at :meth:`farflung.devices.DeviceProfile.compute_ready_shares`."""
+        """Computes now; buckets are ready at :meth:`farflung.devices.DeviceProfile.compute_ready_fractions`."""
         self.events += 1
         order: list[int] = []
         fn(order.append)
         pending: Pending[None] = Pending()
         seconds = self._compute_seconds(cost)
-        for bucket, share in zip(order, self.device.compute_ready_shares(order, cost.numels), strict=True):
+        for bucket, share in zip(order, self.device.compute_ready_fractions(order, cost.numels), strict=True):
             self._call_after(seconds * share, partial(on_ready, bucket))
         self._call_after(seconds, lambda: pending.set_result(None))
         return pending

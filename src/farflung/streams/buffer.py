@@ -171,7 +171,7 @@ class Buffer:
         """Returns the smallest id of a lane that the buffer still accepts."""
         return self._oldest_ids.get(lane, 0)
 
-    def put(self, ids: SampleIds) -> None:
+    def add_arrivals(self, ids: SampleIds) -> None:
         """Adds arrived samples, except those that an earlier choice has dropped; enforces no backlog."""
         if self._oldest_ids:
             unwanted = self._mark_unwanted(ids)
@@ -271,14 +271,14 @@ class Buffer:
         size = min(max(round(rate * self._window_s), self._min_samples), self._max_samples)
         return size, size
 
-    def _choose_samples(self, step: int, low: int, high: int) -> None:
+    def _choose_samples(self, step: int, min_count: int, max_count: int) -> None:
         """Chooses the samples of a step, and drops those that are not kept."""
-        if low == high and self._lanes == 1 and not self._can_drop:
-            self._selection = step, [(int(self.ids[0]), low)]
+        if min_count == max_count and self._lanes == 1 and not self._can_drop:
+            self._selection = step, [(int(self.ids[0]), min_count)]
             return
-        decision = self._decide("arrivals", step, lambda: self._build_choice(high))
+        decision = self._decide("arrivals", step, lambda: self._build_choice(max_count))
         with wrap_decision_errors("arrivals", step):
-            self._selection = step, self._parse_choice(decision.value, low, high)
+            self._selection = step, self._parse_choice(decision.value, min_count, max_count)
         self._oldest_ids.update({oldest % self._stride: oldest for oldest, _ in self._selection[1]})
         held_ids = self.ids
         unwanted = self._mark_unwanted(held_ids)
@@ -286,11 +286,11 @@ class Buffer:
             self._drop(held_ids, unwanted)
             self._remove(held_ids[unwanted])
 
-    def _build_choice(self, high: int) -> Json:
+    def _build_choice(self, max_count: int) -> Json:
         """Returns the oldest kept id and the number of taken samples of each lane, in the order of arrival."""
         kept_ids = ids = self.ids
         if self._is_truncated:
-            kept_ids = ids[-high:]
+            kept_ids = ids[-max_count:]
         elif self._backlog is not None and len(ids) > self._backlog:
             if self._full == "stop":
                 raise DataError(
@@ -299,7 +299,7 @@ class Buffer:
                 )
             if self._full == "drop_oldest":
                 kept_ids = ids[-self._backlog :]
-        taken_ids = kept_ids[:high]
+        taken_ids = kept_ids[:max_count]
         choice: list[Json] = []
         for lane in torch.unique(ids % self._stride).tolist():
             lane_ids, end = self._select_lane(kept_ids, lane), self._select_lane(ids, lane)[-1] + self._stride
@@ -307,7 +307,7 @@ class Buffer:
             choice.append({"oldest": oldest, "count": len(self._select_lane(taken_ids, lane))})
         return choice
 
-    def _parse_choice(self, choice: Any, low: int, high: int) -> list[tuple[int, int]]:
+    def _parse_choice(self, choice: Any, min_count: int, max_count: int) -> list[tuple[int, int]]:
         """Parses a choice, which may come from a log.
 
         Raises:
@@ -320,7 +320,7 @@ class Buffer:
         if not (
             is_valid
             and len(lanes) == len(set(lanes))
-            and low <= sum(count for _, count in counts) <= high
+            and min_count <= sum(count for _, count in counts) <= max_count
             and all(0 <= oldest <= last_id + self._max_lead for oldest, _ in counts)
         ):
             raise ValueError(f"{choice!r}")

@@ -102,7 +102,7 @@ class IteratorSource(MessageSource):
         return [Records(0, [s[0] for s in samples], [s[1] for s in samples])] if samples else []
 
     @override
-    def count_messages(self) -> Mapping[int, tuple[float, int]]:
+    def count_received(self) -> Mapping[int, tuple[float, int]]:
         """Counts yielded samples; its clock stops while the iterator is suspended because the queue is full."""
         with self._lock:
             time_s = time.monotonic() if self._blocked_since is None else self._blocked_since

@@ -162,7 +162,7 @@ class KafkaSource(MessageSource):
                 if is_committed
                 else partitions
             )
-            return {p.partition: self._find_range(p) for p in begins}
+            return {p.partition: self._request_range(p) for p in begins}
         except self._kafka.KafkaException as error:
             raise DataError(
                 f"{self.name}: {self.trouble or _get_reason(error)}: is a broker running there, and does it "
@@ -192,7 +192,7 @@ class KafkaSource(MessageSource):
         return [_build_records(partition, messages) for partition, messages in batches.items()]
 
     @override
-    def count_messages(self) -> Mapping[int, tuple[float, int]]:
+    def count_received(self) -> Mapping[int, tuple[float, int]]:
         """Requests the end offset of each partition, with the time of the answer; stops at the first failure."""
         counts: dict[int, tuple[float, int]] = {}
         for partition in self._partitions:
@@ -228,7 +228,7 @@ class KafkaSource(MessageSource):
     def close(self) -> None:
         self._close()
 
-    def _find_range(self, partition: Any) -> PartitionRange:
+    def _request_range(self, partition: Any) -> PartitionRange:
         """Requests the offsets of a partition; ``partition.offset`` matters only if it begins at the committed one."""
         consumer = self._consumer
         first, end = self._ask_broker(lambda: consumer.get_watermark_offsets(partition, timeout=ANSWER_S))

@@ -105,7 +105,7 @@ class MessageSource(ABC):
         """
 
     @abstractmethod
-    def count_messages(self) -> Mapping[int, tuple[float, int]]:
+    def count_received(self) -> Mapping[int, tuple[float, int]]:
         """Returns for each partition a time and the number of messages that it had received by then, read or not.
 
         Times are seconds of a clock of the source, which may stop while the source is suspended. Partitions with an
@@ -345,7 +345,7 @@ class LiveStream(Stream):
             self._finalize_s = time.monotonic() + FINALIZE_SPANS * self._span_s
             self._measure()
             while not self._is_closed:
-                self._read()
+                self._read_chunk()
                 self._measure()
                 self._commit_used()
                 self._check_deadline()
@@ -357,7 +357,7 @@ class LiveStream(Stream):
         finally:
             self._source.close()
 
-    def _read(self) -> None:
+    def _read_chunk(self) -> None:
         """Reads one chunk if there is room; pauses the source after ``PAUSE_S`` seconds without room."""
         with self._condition:
             has_room = self._condition.wait_for(lambda: self._is_closed or self._has_room(), WAIT_S)
@@ -441,7 +441,7 @@ class LiveStream(Stream):
         self._samples.update(samples)
         new = [i for i in samples if i not in self._reread_ids] if self._reread_ids else [*samples]
         self._reread_ids.difference_update(samples)
-        self._buffer.put(torch.tensor(new, dtype=torch.int64))
+        self._buffer.add_arrivals(torch.tensor(new, dtype=torch.int64))
         self._num_missing -= len(new)
         for i in self._reread_ids:  # held samples must still exist, up to the position that has been read
             position = i // STRIDE
@@ -500,7 +500,7 @@ class LiveStream(Stream):
         asked_at = time.monotonic()
         if not self._growth or asked_at < self._next_measure_s:
             return
-        marks = self._source.count_messages()
+        marks = self._source.count_received()
         answered_at = time.monotonic()
         self._next_measure_s = answered_at + max(MEASURE_S, (answered_at - asked_at) / MEASURE_SHARE)
         with self._condition:

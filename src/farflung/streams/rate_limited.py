@@ -108,7 +108,7 @@ class RateLimited(Stream):
         self._is_stalled = room is not None and num_new > room
         if room is not None:
             num_new = min(num_new, room)
-        self._buffer.put(torch.arange(self._next_id, self._next_id + num_new))
+        self._buffer.add_arrivals(torch.arange(self._next_id, self._next_id + num_new))
         self._next_id += num_new
         self._num_sent += num_new
 

@@ -257,14 +257,15 @@ class Gate(Protocol):
 class Sharing:
     """Policy for sending samples to other replicas, for one step or permanently; this base class sends none.
 
-    To lend samples, override :meth:`is_due` and :meth:`exchange`. A sharing that moves samples permanently derives from
+    To lend samples, override :meth:`is_injection_due` and :meth:`exchange`. A sharing that moves samples permanently
+    derives from
     :class:`farflung.data.PermanentSharing`.
     """
 
     has_data_transfers: bool = False
     """True if samples are sent to other replicas."""
 
-    def is_due(self, step: int) -> bool:
+    def is_injection_due(self, step: int) -> bool:
         """Returns True if samples are injected at ``step``; equal on all replicas."""
         del step
         return False
@@ -274,7 +275,7 @@ class Sharing:
         del size
         return batch_size
 
-    async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
+    async def inject_samples(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
         """Sends samples to other replicas for ``step``; returns the rows to train on, local ones first.
 
         Args:

@@ -183,19 +183,19 @@ class Reducer:
           ConfigError: the reducer cannot work; the message has an alternative.
         """
 
-    def with_run_length(self, steps: int, warmup: int) -> Reducer:
+    def with_run_length(self, steps: int, rate_warmup_steps: int) -> Reducer:
         """Resolves options that depend on a run's steps, or on the steps in which its learning rate rises.
 
         Args:
           steps: Number of steps of the run.
-          warmup: Number of first steps in which the learning rate rises.
+          rate_warmup_steps: Number of first steps in which the learning rate rises.
         """
-        del steps, warmup
+        del steps, rate_warmup_steps
         return self
 
-    def count_exchanges(self, times: int) -> int:
-        """Returns the number of exchanges in which each kind occurs ``times`` times, without warm-up."""
-        return times
+    def compute_num_exchanges(self, repeats: int) -> int:
+        """Returns the number of exchanges in which each kind occurs ``repeats`` times, without warm-up."""
+        return repeats
 
     def report(self, states: Sequence[State]) -> Mapping[str, Json]:
         """Returns figures by name for the run's summary.

@@ -190,5 +190,5 @@ class Sampler(ABC):
         del ids
         return None
 
-    def replace_samples(self, ids: SampleIds, scores: Tensor) -> None:  # noqa: B027
+    def set_scores(self, ids: SampleIds, scores: Tensor) -> None:  # noqa: B027
         """Sets the scores of slots whose samples were replaced, from their previous owners."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
-    from farflung.wall.launch_env import LaunchEnv, find_interface_to_master
+    from farflung.wall.launch_env import LaunchEnv, find_group_address
     from farflung.wall.measuring import measure_network
     from farflung.wall.pace import Pace
     from farflung.wall.runtime import WallRuntime
@@ -20,4 +20,4 @@ else:
         },
     )
 
-__all__ = ["LaunchEnv", "Pace", "WallRuntime", "find_interface_to_master", "measure_network"]
+__all__ = ["LaunchEnv", "Pace", "WallRuntime", "find_group_address", "measure_network"]

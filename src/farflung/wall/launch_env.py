@@ -17,7 +17,7 @@ from farflung.comm.interface import check_host, find_local_address, find_loopbac
 from farflung.errors import ConfigError
 from farflung.wall.stores import get_host, retry_connect, serve_store
 
-__all__ = ["LaunchEnv", "find_interface_to_master"]
+__all__ = ["LaunchEnv", "find_group_address"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class LaunchEnv:
                 f"MASTER_PORT {port}: cannot be listened at ({str(error).splitlines()[0]}): choose another{hint}"
             ) from None
 
-    def find_interface(self, store: dist.Store | None = None) -> str:
+    def find_address(self, store: dist.Store | None = None) -> str:
         """Returns this machine's address on the route to the other replicas; loopback if all are on this machine.
 
         Args:
@@ -245,7 +245,7 @@ class LaunchEnv:
         )
 
 
-def find_interface_to_master(store: dist.Store | None) -> str:
+def find_group_address(store: dist.Store | None) -> str:
     """Returns this machine's address on the route to the host of a store; loopback without a store.
 
     Args:

@@ -53,25 +53,25 @@ class Pace:
             cost, Moment(self._seed, self._rank, self.steps, begin)
         )
 
-    def check_overrun(self, moment: float) -> None:
+    def record_overrun(self, time_s: float) -> None:
         """Counts the current step as overrun if a modelled time has passed; counts each step once."""
-        if self._read_clock() > moment and not self._is_late:
+        if self._read_clock() > time_s and not self._is_late:
             self._is_late = True
             self.num_overruns += 1
 
-    def sleep_until(self, moment: float) -> None:
+    def sleep_until(self, time_s: float) -> None:
         """Sleeps until a time on this clock, in seconds; returns immediately if it has passed."""
-        remaining_s = moment - self._read_clock()
+        remaining_s = time_s - self._read_clock()
         if remaining_s > 0:
             self._sleep(remaining_s)
 
-    def end(self, ends: float) -> None:
+    def end_computation(self, end_s: float) -> None:
         """Sleeps until a computation's modelled end, at which the next one begins."""
-        self.sleep_until(ends)
-        self._free_s = ends
+        self.sleep_until(end_s)
+        self._free_s = end_s
 
     def compute_ready_shares(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
-        return self._device.compute_ready_shares(order, numels)
+        return self._device.compute_ready_fractions(order, numels)
 
     def finish_wait(self) -> None:
         """Records the end of a wait for something other than the replica's own computation."""

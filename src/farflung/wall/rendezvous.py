@@ -97,7 +97,9 @@ class Rendezvous:
         """
         own_answer = _Answer("", secrets.token_hex(16), value)
         try:
-            self._answers = self._run_leader(own_answer) if self._is_leader else self._follow(own_answer)
+            self._answers = (
+                self._run_leader(own_answer) if self._is_leader else self._exchange_as_follower(own_answer)
+            )
         except RuntimeError as error:  # the store has ended
             raise self._build_deadline_error(self._peers[0], f" ({type(error).__name__})") from None
         return {rank: answer.value for rank, answer in self._answers.items()}
@@ -110,7 +112,7 @@ class Rendezvous:
             self._check_leadership()
             missing = [rank for rank in missing if self._read_answer(rank) is None]
             if self._advice:
-                self._board.write_advice(missing, self._advice)
+                self._board.write_leader_text(missing, self._advice)
             if missing:
                 continue
             # Read again, since a rank may have restarted.
@@ -131,7 +133,7 @@ class Rendezvous:
         answer = self._board.read_answer(rank)
         return answer if answer is not None and answer.call == self.call else None
 
-    def _follow(self, own_answer: _Answer) -> dict[int, _Answer]:
+    def _exchange_as_follower(self, own_answer: _Answer) -> dict[int, _Answer]:
         """Answers the leader's calls until the leader has published the answers of all ranks; returns these by rank."""
         for _ in self._poll():
             call, answers = self._board.read_call()
@@ -260,7 +262,7 @@ def ask_leader(store: dist.Store, name: str, rank: int, description: str, patien
     try:
         board.write_question(rank, question)
         for _ in _poll_until(begin + patience_s):
-            if (advice := board.read_advice(rank, question)) is not None:
+            if (advice := board.read_leader_text(rank, question)) is not None:
                 return advice
     except RuntimeError as error:  # the store has ended
         reason = f" ({type(error).__name__})"
@@ -297,7 +299,7 @@ class _Board:
     def write_question(self, rank: int, question: str) -> None:
         self._write(f"{self._name}/{rank}/question", question)
 
-    def read_advice(self, rank: int, question: str) -> str | None:
+    def read_leader_text(self, rank: int, question: str) -> str | None:
         """Returns the leader's advice for a question, or None if it has not replied to this question."""
         match self._read(f"{self._name}/{rank}/advice"):
             case [str(asked), str(text)] if asked == question:
@@ -305,11 +307,11 @@ class _Board:
             case _:
                 return None
 
-    def write_advice(self, ranks: Iterable[int], text: str) -> None:
+    def write_leader_text(self, ranks: Iterable[int], text: str) -> None:
         """Answers the pending questions of some ranks."""
         for rank in ranks:
             question = self._read(f"{self._name}/{rank}/question")
-            if isinstance(question, str) and self.read_advice(rank, question) is None:
+            if isinstance(question, str) and self.read_leader_text(rank, question) is None:
                 self._write(f"{self._name}/{rank}/advice", [question, text])
 
     def _read(self, key: str) -> Any:

@@ -224,8 +224,8 @@ class WallRuntime:
         _, ends = self.pace.begin(cost)
         value = fn()
         if cost.kind == "forward":
-            self.pace.check_overrun(ends)
-        self.pace.end(ends)
+            self.pace.record_overrun(ends)
+        self.pace.end_computation(ends)
         return create_completed(value)
 
     def run_backward(
@@ -243,11 +243,11 @@ class WallRuntime:
         order: list[int] = []
         fn(order.append)
         shares = self.pace.compute_ready_shares(order, cost.numels)
-        self.pace.check_overrun(begin + (ends - begin) * min(shares, default=1.0))
+        self.pace.record_overrun(begin + (ends - begin) * min(shares, default=1.0))
         for bucket, share in zip(order, shares, strict=True):
             self.pace.sleep_until(begin + (ends - begin) * share)
             on_ready(bucket)
-        self.pace.end(ends)
+        self.pace.end_computation(ends)
         return create_completed(None)
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:

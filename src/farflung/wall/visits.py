@@ -119,7 +119,7 @@ class _VisitHandler:
             for peer in guest.guests:
                 self._admit_peer(peer)
         self._runtime.session.transport.accept_visits(
-            self._key, partial(process_question, self._handle_question)
+            self._key, partial(process_question, self._handle_request)
         )
         self.handle_view(self.elastic.changes[-1].ranks)
         while True:
@@ -159,13 +159,13 @@ class _VisitHandler:
     def _send_peer(self, rank: int, peer: Peer) -> None:
         self._runtime.comm.send(build_payload(peer.to_json().encode()), rank, _GUEST)
 
-    def _handle_question(self, question: object) -> Mapping[str, Json]:
+    def _handle_request(self, question: object) -> Mapping[str, Json]:
         match question:
             case {"certificate": str(text)}:
                 self.elastic.agreement.handle_certificate(text.encode())
                 return {}
             case {"join": bool(must_answer)} if not self.elastic.is_joining:
-                return self._invite(must_answer)
+                return self._assign_rank(must_answer)
             case {"peer": str(text)} if not self.elastic.is_joining:
                 return self._admit_visitor(Peer.from_json(text))
             case {"join": bool()} | {"peer": str()}:
@@ -173,7 +173,7 @@ class _VisitHandler:
             case _:
                 raise ValueError("no question")
 
-    def _invite(self, must_answer: bool) -> dict[str, Json]:
+    def _assign_rank(self, must_answer: bool) -> dict[str, Json]:
         """Reserves a rank for a joining replica, or returns the address of the member that assigns ranks."""
         if self._join_terms is None:
             raise ConfigError("the run takes no others (--elastic MIN:MAX)")
@@ -331,9 +331,9 @@ class JoinClient:
         self._view_number, self.used_ranks = int(answer["view"]), answer["used"]
         self.guests = [Peer.from_json(text) for text in answer["guests"]]
         peers = [Peer.from_json(text) for text in answer["members"]]
-        runtime.launch(self._connect_members(runtime, peers)).wait()
+        runtime.launch(self._await_first_greeting(runtime, peers)).wait()
 
-    async def _connect_members(self, runtime: WallRuntime, peers: Sequence[Peer]) -> None:
+    async def _await_first_greeting(self, runtime: WallRuntime, peers: Sequence[Peer]) -> None:
         """Connects to all members; returns when the first has greeted, and keeps in ``members`` those that have."""
         first_greeting: Pending[None] = Pending()
         runtime.launch(self._retry_visits(runtime, peers))

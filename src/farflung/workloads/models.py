@@ -32,7 +32,7 @@ def resnet(depth: int, classes: int) -> nn.Module:
     width = 16
     for stage in (16, 32, 64):
         for _ in range(blocks):
-            layers.append(_Block(width, stage))
+            layers.append(_ResidualBlock(width, stage))
             width = stage
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
 
@@ -115,7 +115,7 @@ def _build_norm(width: int) -> nn.Module:
     return nn.BatchNorm2d(width, momentum=BATCH_NORM_MOMENTUM)
 
 
-class _Block(nn.Module):
+class _ResidualBlock(nn.Module):
     """Residual block of two convolutions with batch norms, and a shortcut padded with zero channels."""
 
     def __init__(self, width: int, out: int) -> None:
@@ -222,13 +222,13 @@ class Transformer(nn.Module):
         super().__init__()
         self.symbol = nn.Embedding(symbols, width)
         self.place = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(_Layer(heads, width) for _ in range(layers))
+        self.blocks = nn.ModuleList(_TransformerBlock(heads, width) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=_INITIAL_STD)
         for block in self.blocks:
-            assert isinstance(block, _Layer)
+            assert isinstance(block, _TransformerBlock)
             for adds in (block.out, block.down):
                 nn.init.normal_(adds.weight, std=_INITIAL_STD / math.sqrt(2 * layers))
 
@@ -241,7 +241,7 @@ class Transformer(nn.Module):
         return F.linear(self.norm(states), self.symbol.weight)
 
 
-class _Layer(nn.Module):
+class _TransformerBlock(nn.Module):
     """Transformer block: causal attention and two dense layers, each with a layer norm and a residual."""
 
     def __init__(self, heads: int, width: int) -> None:

@@ -70,7 +70,7 @@ class TorchWorkload:
         defaults: Mapping[str, Json] | None = None,
     ) -> None:
         self._model, self._metric = model, metric
-        self._loss = _disable_reduction(loss)
+        self._loss = _build_sample_loss(loss)
         self._train, self._test = _DatasetAdapter("train", train), _DatasetAdapter("test", test)
         module = self.build_model(create_generator(0, "model"))
         self.name: str = name or f"own/{type(module).__name__}"
@@ -192,7 +192,7 @@ class _DatasetAdapter:
         return Batch(inputs, targets)
 
 
-def _disable_reduction(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def _build_sample_loss(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns a function as a loss with ``reduction='none'``; rejects a module with another reduction."""
     if isinstance(loss, nn.Module):
         if getattr(loss, "reduction", "none") != "none":

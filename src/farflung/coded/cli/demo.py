@@ -160,7 +160,7 @@ class Demo(OutputOptions):
 
     def _print_summary(self, summary: dict[str, Any], events: list[Event], folder: Folder) -> None:
         difference = abs(summary["objective"] / summary["uncoded_objective"] - 1)
-        victims = _list_vanished(events)
+        victims = _format_lost_devices(events)
         if self.json:
             output: dict[str, Json] = {**summary, "vanished": list(victims), "folder": str(folder.path)}
             print(json.dumps(output))
@@ -241,7 +241,7 @@ def _train_uncoded(learner: Learner, samples: Tensor, labels: Tensor) -> Iterate
     return state
 
 
-def _list_vanished(events: list[Event]) -> list[str]:
+def _format_lost_devices(events: list[Event]) -> list[str]:
     """Formats rank, partition and time of each lost device, one text for each."""
     partitions, lines = {}, []
     for event in events:

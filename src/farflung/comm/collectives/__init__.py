@@ -1,6 +1,6 @@
 """All-reduce algorithms as coroutines over send and receive, used by both runtimes."""
 
-from farflung.comm.collectives.all_gather import all_gather
+from farflung.comm.collectives.all_gather import all_reduce_by_all_gather
 from farflung.comm.collectives.auto import auto, choose_default_collective
 from farflung.comm.collectives.coding import Coding
 from farflung.comm.collectives.collective import Collective
@@ -14,7 +14,7 @@ __all__ = [
     "COLLECTIVES",
     "Coding",
     "Collective",
-    "all_gather",
+    "all_reduce_by_all_gather",
     "auto",
     "choose_default_collective",
     "direct",

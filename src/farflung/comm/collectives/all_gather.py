@@ -11,10 +11,10 @@ from farflung.network import count_pieces
 from farflung.trees import clone_shared
 from farflung.types import Channel, Payload, SegmentCoding
 
-__all__ = ["all_gather"]
+__all__ = ["all_reduce_by_all_gather"]
 
 
-async def all_gather(
+async def all_reduce_by_all_gather(
     channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums over all ranks by sending every tensor to every rank; the latency is one one-way delay.

@@ -16,7 +16,7 @@ from farflung.types import Channel, Segment, SegmentCoding
 __all__ = [
     "count_all_owners",
     "count_half_owners",
-    "count_one_owner",
+    "count_server_owners",
     "cut_shards",
     "direct",
     "multi_parameter_server",
@@ -34,7 +34,7 @@ def count_half_owners(size: int) -> int:
     return (size + 1) // 2
 
 
-def count_one_owner(size: int) -> int:
+def count_server_owners(size: int) -> int:
     """Returns 1: with a parameter server, rank 0 owns the whole tensor."""
     del size
     return 1
@@ -68,7 +68,7 @@ async def parameter_server(
     channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums everything on rank 0, which sends it back; arguments and result as :func:`direct`."""
-    return await _reduce_by_owners(channel, tensor, metadata, count_one_owner(channel.size), coding)
+    return await _reduce_by_owners(channel, tensor, metadata, count_server_owners(channel.size), coding)
 
 
 async def multi_parameter_server(

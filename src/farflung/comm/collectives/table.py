@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from farflung.comm.collectives.all_gather import all_gather
+from farflung.comm.collectives.all_gather import all_reduce_by_all_gather
 from farflung.comm.collectives.auto import auto
 from farflung.comm.collectives.collective import Collective
 from farflung.comm.collectives.native import native
@@ -13,7 +13,7 @@ from farflung.comm.collectives.ring import ring
 from farflung.comm.collectives.sharded import (
     count_all_owners,
     count_half_owners,
-    count_one_owner,
+    count_server_owners,
     direct,
     multi_parameter_server,
     parameter_server,
@@ -40,11 +40,14 @@ def _build_sharded(run: AllReduce, count_owners: Callable[[int], int]) -> Collec
 COLLECTIVES: dict[str, Collective] = {
     "direct": _build_sharded(direct, count_all_owners),
     "all_gather": Collective(
-        all_gather, predict_all_gather_s, count_messages=lambda size: size * (size - 1), is_rank_ordered=True
+        all_reduce_by_all_gather,
+        predict_all_gather_s,
+        count_messages=lambda size: size * (size - 1),
+        is_rank_ordered=True,
     ),
     "ring": Collective(ring, predict_ring_s, count_messages=lambda size: 2 * size * (size - 1)),
     "multi_parameter_server": _build_sharded(multi_parameter_server, count_half_owners),
-    "parameter_server": _build_sharded(parameter_server, count_one_owner),
+    "parameter_server": _build_sharded(parameter_server, count_server_owners),
     AUTO: Collective(auto),
     "native": Collective(native, is_native=True),
 }

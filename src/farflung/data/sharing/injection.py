@@ -49,7 +49,7 @@ class Injection(Sharing):
         self._seed, self._alpha, self._beta, self._keeps_batch = seed, alpha, beta, keep_batch
 
     @override
-    def is_due(self, step: int) -> bool:
+    def is_injection_due(self, step: int) -> bool:
         """Returns True."""
         del step
         return True
@@ -67,7 +67,7 @@ class Injection(Sharing):
         return sorted(order[: math.ceil(self._alpha * size)].tolist())
 
     @override
-    async def exchange(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
+    async def inject_samples(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
         """Returns own rows first, then those of the senders in rank order; each receiver gets a copy.
 
         Raises:

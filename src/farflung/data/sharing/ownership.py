@@ -203,4 +203,4 @@ class Ownership(Extension):
         slots = current.slots[: len(incoming)]
         self._holding.replace_samples(slots, incoming.ids, incoming.rows)
         if incoming.scores is not None:
-            self._sampler.replace_samples(slots, incoming.scores)
+            self._sampler.set_scores(slots, incoming.scores)

@@ -25,8 +25,8 @@ from farflung.reducers.base import (
     check_rounds,
     compute_mean,
     compute_numerator,
-    get_codec_method,
-    get_reducer_method,
+    format_codec,
+    format_reducer,
     pack_metadata,
 )
 from farflung.reducers.gradiveq import window
@@ -140,7 +140,7 @@ class GradiVeQ(Reducer):
     @property
     def method(self) -> str:
         """Name of the arithmetic for coding costs."""
-        return get_reducer_method(self)
+        return format_reducer(self)
 
     @property
     def _is_spread(self) -> bool:
@@ -152,12 +152,12 @@ class GradiVeQ(Reducer):
         return 1 + self.compress_steps // self.sample_steps
 
     @override
-    def count_exchanges(self, times: int) -> int:
+    def compute_num_exchanges(self, repeats: int) -> int:
         """Returns exchanges of ``times - 1`` windows, and of one until its first compressed exchange."""
         window_exchanges = self.sample_steps + self.compress_steps
         if self._is_spread:
             window_exchanges = self.sample_steps * self._sample_period + 1
-        return (times - 1) * window_exchanges + self.sample_steps + 2
+        return (repeats - 1) * window_exchanges + self.sample_steps + 2
 
     @override
     def check(self, specs: Sequence[TensorSpec], steps: int | None = None) -> None:
@@ -178,7 +178,7 @@ class GradiVeQ(Reducer):
                 else "reducer gradiveq compresses convolutions, and this model has none: try gradiveq(matrices=True), "
                 "or powersgd"
             )
-        first = self.warm_up + self.count_exchanges(1)
+        first = self.warm_up + self.compute_num_exchanges(1)
         if steps is not None and steps < first:
             raise ConfigError(
                 f"gradiveq: warm_up {self.warm_up} and sample_steps {self.sample_steps} leave nothing to compress in a "
@@ -258,7 +258,7 @@ class GradiVeQ(Reducer):
                 total, packed = await exchange.sum_dense(tensor)
             else:
                 codec, seeds = QSGD(bits=self.sample_bits), Seeds(state["seed"], local["seed"])
-                coding = Coding(codec, seeds, step, unsent, get_codec_method(codec))
+                coding = Coding(codec, seeds, step, unsent, format_codec(codec))
                 total, packed = await exchange.sum(tensor, coding)
             mean = compute_mean(channel, total, packed)
             if phase == "share":
@@ -280,7 +280,7 @@ class GradiVeQ(Reducer):
                 shared = window.adopt_bases(shared, received)
             elif phase == "compress":
                 steps = math.inf if self._is_spread else self.compress_steps
-                shared = window.count_exchange(shared, float(sums), steps=steps, size=channel.size)
+                shared = window.advance_window(shared, float(sums), steps=steps, size=channel.size)
                 if loss is not None:
                     start = loss if local["start"] is None else local["start"]
                     local = {**local, "vote": float(not loss <= self.drift * start), "start": start}

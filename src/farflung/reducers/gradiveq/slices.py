@@ -63,7 +63,7 @@ class SlicedLayer(NamedTuple):
 
     def read_slices(self, tensor: Tensor, first: int, last: int) -> Tensor:
         """Reads slices ``first`` to ``last`` (excluded) of the flat tensor, shape ``(last - first, K)``."""
-        view, span = self._locate(tensor, first, last)
+        view, span = self._view_slices(tensor, first, last)
         flat = view.reshape(-1)[span]
         padding = (last - first) * self.slice_numel - len(flat)
         flat = torch.cat((flat, flat.new_zeros(padding))) if padding else align(flat)
@@ -71,7 +71,7 @@ class SlicedLayer(NamedTuple):
 
     def write_slices(self, tensor: Tensor, first: int, rows: Tensor) -> None:
         """Writes slices from ``first`` on, shape ``(n, K)``, to their places in the flat tensor."""
-        view, span = self._locate(tensor, first, first + len(rows))
+        view, span = self._view_slices(tensor, first, first + len(rows))
         flat = rows.reshape(-1)[: span.stop - span.start]
         if len(flat) < view.numel():  # positions shared with other slices
             padded = view.reshape(-1)
@@ -82,7 +82,7 @@ class SlicedLayer(NamedTuple):
         ):
             target.copy_(source)
 
-    def _locate(self, tensor: Tensor, first: int, last: int) -> tuple[Tensor, slice]:
+    def _view_slices(self, tensor: Tensor, first: int, last: int) -> tuple[Tensor, slice]:
         """Returns a view ``(positions, D, F)`` around the slices, and their range in the flattened view."""
         begin, end = first * self.slice_numel, min(last * self.slice_numel, self.numel)
         plane = self.depth * self.filters

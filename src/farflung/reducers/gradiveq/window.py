@@ -22,11 +22,11 @@ __all__ = [
     "BasisSolver",
     "add_mean",
     "adopt_bases",
+    "advance_window",
     "broadcast_bases",
+    "compute_basis",
     "compute_fingerprint",
     "count_dimensions",
-    "count_exchange",
-    "find_directions",
     "init_window",
     "is_unanimous",
     "list_bases",
@@ -95,32 +95,34 @@ def solve_bases(state: State, ratio: float | None, left_out: float, solve: Basis
     for name, layer in Layout.from_state(state["layout"]).layers_by_name.items():
         means[name] = layer.read_slices(total, 0, layer.num_slices)
         sums = (samples[f"{name}.sum"], samples[f"{name}.gram"])
-        bases[name] = solve(layer.slice_numel**2, partial(find_directions, *sums, count, ratio, left_out))
+        bases[name] = solve(layer.slice_numel**2, partial(compute_basis, *sums, count, ratio, left_out))
     solution = {"means": means, "bases": bases, "window": state["window"] + 1}
     return {**state, **_NO_SAMPLES, **solution, "phase": "confirm", "count": 0}
 
 
-def find_directions(sums: Tensor, gram: Tensor, count: int, ratio: float | None, left_out: float) -> Tensor:
+def compute_basis(
+    sums: Tensor, gram: Tensor, num_samples: int, ratio: float | None, left_out: float
+) -> Tensor:
     """Returns an orthonormal basis of the directions in which slices vary most about their means.
 
     Args:
       sums: Sum of the samples of each slice, shape ``(slices, K)``.
       gram: Sum of the outer products of all samples of all slices, shape ``(K, K)``.
-      count: Number of samples of each slice.
+      num_samples: Number of samples of each slice.
       ratio: K over d; None uses :func:`count_dimensions`.
       left_out: Share for :func:`count_dimensions`.
 
     Returns:
       U of shape ``(K, d)`` with orthonormal columns; d is at least 1, and at most the rank of the samples.
     """
-    covariance = (gram - sums.T @ sums / count).nan_to_num_(0.0, 0.0, 0.0)
+    covariance = (gram - sums.T @ sums / num_samples).nan_to_num_(0.0, 0.0, 0.0)
     variances, directions = torch.linalg.eigh(covariance)
     num_columns = (
         count_dimensions(variances.flip(0).clamp_(min=0.0), left_out)
         if ratio is None
         else max(1, round(len(gram) / ratio))
     )
-    num_columns = min(num_columns, max(1, len(sums) * (count - 1)))
+    num_columns = min(num_columns, max(1, len(sums) * (num_samples - 1)))
     basis: Tensor = directions[:, -num_columns:].flip(1).clone(memory_format=torch.contiguous_format)
     return basis
 
@@ -133,10 +135,10 @@ def adopt_bases(state: State, tensors: list[Tensor]) -> State:
     return {**state, "phase": "compress", "means": means, "bases": bases}
 
 
-def count_exchange(state: State, num_votes: float, *, steps: float, size: int) -> State:
+def advance_window(state: State, num_drifted_ranks: float, *, steps: float, size: int) -> State:
     """Counts an exchange; starts a new window after ``steps``, or if most of ``size`` ranks report drift."""
     count = state["count"] + 1
-    if count >= steps or 2 * num_votes > size:
+    if count >= steps or 2 * num_drifted_ranks > size:
         return _begin_sampling(state)
     return {**state, "count": count}
 

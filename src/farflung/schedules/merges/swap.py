@@ -31,7 +31,7 @@ class Swap(Merge):
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
         """Returns the local updates since the last contribution."""
-        local_update = _compute_recent(bucket, state)
+        local_update = _compute_uncontributed_updates(bucket, state)
         return local_update.clone(), {"contribution": local_update}
 
     @override
@@ -39,21 +39,21 @@ class Swap(Merge):
         self, bucket: MergeBucket, state: MergeState, saved: State, mean: Tensor | None, delay: int
     ) -> None:
         """Replaces the local update by the mean, or only reverts it if ``mean`` is ``None``."""
-        recent = _compute_recent(bucket, state, saved) if state.has_updates else None
+        recent = _compute_uncontributed_updates(bucket, state, saved) if state.has_updates else None
         if mean is not None:
             get_anchor(state).add_(mean)
-        weights = _compute_base(state)
+        weights = _sum_anchor_and_pending(state)
         bucket.load_weights(weights if recent is None else weights.add_(recent))
 
 
-def _compute_recent(bucket: MergeBucket, state: MergeState, *oldest: State) -> Tensor:
+def _compute_uncontributed_updates(bucket: MergeBucket, state: MergeState, *oldest: State) -> Tensor:
     """Returns the local updates since the last contribution; zeros if the optimizer has not stepped."""
     if not state.has_updates:
         return torch.zeros_like(get_anchor(state))
-    return bucket.copy_weights().sub_(_compute_base(state, *oldest))
+    return bucket.copy_weights().sub_(_sum_anchor_and_pending(state, *oldest))
 
 
-def _compute_base(state: MergeState, *oldest: State) -> Tensor:
+def _sum_anchor_and_pending(state: MergeState, *oldest: State) -> Tensor:
     """Returns the sum of the anchor and all contributions in flight, of which ``oldest`` come first."""
     total = get_anchor(state).clone()
     for saved in (*oldest, *state.pending):
