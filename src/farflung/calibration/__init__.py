@@ -26,8 +26,8 @@ else:
         {
             "coding": "CodingTask measure_coding build_coding_tasks build_ladder select_specs",
             "device": "Calibration Spread calibrate",
-            "probes": "MessageCosts count_forward_flops measure_message_costs measure_peak_nbytes",
-            "processor_load": "ProcessorLoad run_neighbours",
+            "probes": "MessageCosts count_forward_flops measure_message_cpu_costs measure_peak_nbytes",
+            "processor_load": "ProcessorLoad run_neighbour_processes",
         },
     )
 

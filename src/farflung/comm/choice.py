@@ -26,7 +26,7 @@ def predict_cost_s(
       profile: Network profile with its number of nodes.
       collective: Name in :data:`farflung.comm.COLLECTIVES`.
       nbytes: Bytes of one replica's tensor; for payloads that all replicas gather, predict
-      ``all_reduce_by_all_gather``.
+      ``all_gather``.
       metadata_nbytes: Bytes of the metadata.
 
     Raises:
@@ -64,7 +64,7 @@ def choose_collective(
 def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -> str:
     """Resolves ``auto``: the fastest collective for one tensor among those that add in rank order.
 
-    Parameters therefore never depend on the choice. ``all_reduce_by_all_gather`` is considered only if it sends little
+    Parameters therefore never depend on the choice. ``all_gather`` is considered only if it sends little
     more than ``direct``: each rank adds the whole tensors of all ranks, which the model does not charge. Without a
     profile the result is :func:`farflung.comm.collectives.choose_default_collective`.
 

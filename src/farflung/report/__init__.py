@@ -31,7 +31,7 @@ else:
             "comparison": "ComparisonRow RunHistory compare_runs draw_comparison render_comparison_table",
             "page": "ReportedRun build_report_data render_report_page",
             "partition": "render_partition_table",
-            "tables": "PLAIN_WIDTH as_lines as_text format_score render_summary_table get_output_width",
+            "tables": "PLAIN_WIDTH render_lines render_text format_score render_summary_table get_output_width",
             "trace": "build_chrome_trace",
             "traffic": "TrafficByKind read_traffic render_traffic_table",
         },

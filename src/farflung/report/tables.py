@@ -65,7 +65,7 @@ def render_text(table: Table) -> str:
 def render_lines(values: Mapping[str, Json]) -> str:
     """Formats figures as lines of name and value, for use without rich.
 
-    >>> print(as_lines({"steps": 3, "time_s": {"compute": 0.5, "other": 0.0}}))
+    >>> print(render_lines({"steps": 3, "time_s": {"compute": 0.5, "other": 0.0}}))
     steps 3
     time_s.compute 0.5
     time_s.other 0.0

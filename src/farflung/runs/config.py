@@ -608,9 +608,8 @@ def _create_workload(source: object, data: str) -> Workload:
     options = {} if data == "auto" else {"data": data}
     if isinstance(source, str):
         return create_workload(source, **options)
-    task: Any = (
-        source(**options) if isinstance(source, type) or not hasattr(source, "load_datasets") else source
-    )  # type: ignore[operator]
+    is_factory = isinstance(source, type) or not hasattr(source, "load_datasets")
+    task: Any = source(**options) if is_factory else source  # type: ignore[operator]
     if options and task is source:
         raise ConfigError(f"--data {data}: {source!r} is made already")
     return check_workload(task)

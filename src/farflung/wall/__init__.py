@@ -13,7 +13,7 @@ else:
     __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
-            "launch_env": "LaunchEnv find_interface_to_master",
+            "launch_env": "LaunchEnv find_group_address",
             "measuring": "measure_network",
             "pace": "Pace",
             "runtime": "WallRuntime",

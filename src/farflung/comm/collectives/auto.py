@@ -15,7 +15,7 @@ MAX_EXTRA_NBYTES = 1 << 16
 
 
 def choose_default_collective(nbytes: int, size: int) -> str:
-    """Chooses ``all_reduce_by_all_gather`` if it sends at most 64 KiB more than ``direct`` (always between two), or
+    """Chooses ``all_gather`` if it sends at most 64 KiB more than ``direct`` (always between two), or
     else ``direct``.
 
     No other collective takes fewer delays, and ``direct`` sends no more than a ring.
