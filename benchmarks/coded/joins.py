@@ -48,7 +48,7 @@ def joined(
 
     Args:
       code: as text.
-      transposed: how the product with residuals is had; by ``start_repairs`` blocks of rows are all that is made.
+      transposed: how the product with residuals is had; by ``repair`` blocks of rows are all that is made.
       seed: of the code.
       partitions: K.
       joins: of devices without data.
