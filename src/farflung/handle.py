@@ -550,9 +550,10 @@ class Handle:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restores a state from :meth:`state_dict`; model and optimizer may be loaded before or after :func:`attach`.
+        """Restores a state from :meth:`state_dict`, with running statistics, and parameters if replicas differed.
 
-        During training, all ranks must load together; exchanges in flight are awaited and discarded.
+        Model and optimizer may be loaded before or after :func:`attach`. During training, all ranks must load together;
+        exchanges in flight are awaited and discarded.
 
         Raises:
           CheckpointError: The state is of another model, rank or number of replicas, or not of a handle.
@@ -762,7 +763,7 @@ class Handle:
         )
 
     def _handle_task_end(self, task: int) -> None:
-        """Ends the pass with the outermost autograd task; inner tasks are of reentrant checkpoints."""
+        """Ends the pass with the outermost autograd task; follows the outer task of a reentrant checkpoint."""
         self._tasks[task] = None
         outer = get_current_node()
         if outer is None:

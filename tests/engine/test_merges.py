@@ -179,7 +179,8 @@ def test_a_merge_that_was_not_named_never_starts() -> None:
 def test_a_late_result_of_a_schedule_that_is_not_late_never_starts() -> None:
     run = Run(Planned((Replace(),), Replace(), by=2))
     with pytest.raises(
-        Unsupported, match="step 0: plans a result for step 2, and its late is False: make it True"
+        Unsupported,
+        match="step 0: plans a result for step 2, and its has_late_results is False: make it True",
     ):
         run.steps(1)
     assert [replica.engine.sent_nbytes for replica in run.replicas] == [0, 0]
@@ -202,7 +203,7 @@ class Some(Planned):
 
 
 def test_a_bucket_that_nothing_moves_is_refused() -> None:
-    with pytest.raises(Unsupported, match="no part of it moves bucket 3, which would train apart"):
+    with pytest.raises(Unsupported, match="none of its units contains bucket 3, which would train apart"):
         Run(Some((Replace(),), Replace(), count=3), parts=APART, workload=pieces)
 
 

@@ -99,10 +99,10 @@ def build_ladder(max_numel: int = MAX_NUMEL) -> list[TensorSpec]:
 
 
 def select_specs(buckets: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Returns a model's buckets and a ladder of smaller tensors, which stand for segments.
+    """Returns a model's buckets up to :data:`MAX_NUMEL`, and tensors of sizes between them, which stand for segments.
 
     Args:
-      buckets: Buckets of its gradients; those larger than the ladder are left out.
+      buckets: Buckets of its gradients.
     """
     sizes = {spec.numel: spec for spec in buckets if spec.numel <= MAX_NUMEL}
     rungs = build_ladder(max(spec.numel for spec in buckets))

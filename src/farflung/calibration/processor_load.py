@@ -63,11 +63,11 @@ class ProcessorLoad:
 
 @contextmanager
 def run_neighbour_processes(count: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
-    """Runs ``work`` in ``count`` forked processes during the block, to load memory and caches as other replicas would.
+    """Runs endless work in forked processes during the block, to load memory and caches as replicas would.
 
     Args:
       count: Number of neighbours.
-      work: Function that does each neighbour's work, piece by piece, until it is stopped.
+      work: Function whose iterator never ends; it yields after each piece of work.
 
     Raises:
       RunLost: A neighbour has ended by itself.
@@ -93,7 +93,7 @@ def run_neighbour_processes(count: int, work: Callable[[], Iterator[None]]) -> I
 
 
 def _run_neighbour(work: Callable[[], Iterator[None]], parent: int) -> None:
-    """Works until the parent process is gone; never returns."""
+    """Works until the parent process is gone, then exits; never returns."""
     try:
         for _ in work():
             if os.getppid() != parent:

@@ -145,7 +145,7 @@ class RunCommand:
 def read_settings(
     path: Path, options: Mapping[str, Setting], ignored_keys: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Reads the settings in a file, whose keys are names of options with ``-`` or ``_``.
+    """Reads settings from a TOML or JSON file; its keys are names of options with ``-`` or ``_``.
 
     Args:
       path: TOML file, or JSON if the name ends in ``.json``.

@@ -173,7 +173,7 @@ def _try_connect_back(sock: socket.socket, port: int, token: int) -> str | None:
 
 
 def _send_zeros(sock: socket.socket, duration_s: float) -> None:
-    """Sends zeros for some seconds, then closes this end."""
+    """Sends zeros for some seconds, at most :data:`MAX_SEND_S`, then ends sending."""
     deadline, chunk = time.monotonic() + min(duration_s, MAX_SEND_S), bytes(1 << 16)
     sock.settimeout(TIMEOUT_S)
     while time.monotonic() < deadline:

@@ -116,7 +116,7 @@ class Bar:
         self.state, self._end_s = state, self._clock()
 
     def print_line(self, text: str, *, force: bool = False) -> None:
-        """Prints a line if no bar is shown, or always with ``force``."""
+        """Prints a line if no bar is shown, or above the bar with ``force``; nothing if quiet."""
         if not self._is_quiet and (force or self._live is None):
             with suppress(Exception):
                 self._console.print(Text(text), soft_wrap=True)

@@ -48,7 +48,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Watch:
-    """Show a run in the browser while it goes on: the page of farflung report with current figures.
+    """Serve the page of farflung report at a local address, with current figures of a run.
 
     Only this machine can see it. Ctrl-C ends it, and leaves the run alone.
     """

@@ -33,7 +33,7 @@ OPTIONS = list_settings(RunOptions)
 @with_settings(RunConfig)
 @with_options({**OPTIONS, **ENDPOINT})
 class Train(RunCommand):
-    """Train a model on several workers of this machine.
+    """Train a model on several workers of this machine, or as one replica under torchrun.
 
     Under torchrun the workers are torchrun's and this command joins them, on one machine or several:
     torchrun --nproc-per-node 4 -m farflung train ...

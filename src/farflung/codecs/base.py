@@ -186,7 +186,7 @@ class SparseCodec(BaseCodec):
 
 
 class TransformCodec(SparseCodec):
-    """Sparse codec of linear transform components, which are summed before they are transformed back."""
+    """Sparse codec that sends components of a linear transform; decoding and :meth:`accumulate` transform them back."""
 
     __slots__ = ()
 

@@ -86,7 +86,7 @@ class Chain(BaseCodec):
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Encodes with the first codec, then encodes each floating tensor of its payload with the second."""
+        """Encodes with the first codec, then each floating tensor of its payload with a fresh state of the second."""
         payload, inner = self.first.encode(get_nested_state(state, "first"), grad, step=step, count=count)
         encoded: list[Tensor | Payload] = []
 

@@ -91,7 +91,7 @@ class DGC(SparseCodec):
 
     @override
     def encode(self, state: CodecState, grad: Tensor, *, step: int, count: int) -> tuple[Payload, CodecState]:
-        """Returns values and indices of the sparse parts, and the dense parts unchanged."""
+        """Returns values and indices of the sparse parts, and all accumulated values of the dense parts."""
         flat = grad.reshape(-1)
         velocity, accumulated = (state.local[name].to(flat.device) for name in ("velocity", "accumulated"))
         if self.nesterov:

@@ -21,7 +21,7 @@ def create_device_generator(device: torch.device, seed: int, *labels: int | str)
 def to_levels(
     tensor: Tensor, norms: Tensor, levels: int, bucket_size: int, generator: torch.Generator | None
 ) -> Tensor:
-    r"""Rounds each element to one of ``2 * levels + 1`` levels between minus and plus its bucket's norm.
+    r"""Rounds each element to a level; returns its number, 0 at minus the bucket's norm to ``2 * levels`` at plus.
 
     .. math:: l_i = \lfloor s v_i / \|v\| + u_i \rfloor, \quad u_i \sim U[0, 1)
 

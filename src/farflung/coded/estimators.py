@@ -131,7 +131,7 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def _compute_sample_weights(self, codes: NDArray[Any], sample_weight: ArrayLike | None) -> Tensor | None:
-        """Multiplies the weights of samples and classes; returns None if all are 1.
+        """Multiplies the weights of samples and classes; returns None if neither is given.
 
         Raises:
           BadLabels: fewer than two classes have samples with a weight above 0.

@@ -252,7 +252,7 @@ def run_device(
 def admit_device(
     runtime: WallRuntime, rank: int, peer_json: str | None, *, connect_timeout_s: float = 30.0
 ) -> Pending[None]:
-    """Admits a device that the coordinator has announced; on the communication thread.
+    """Admits a device that the coordinator has announced with its address; on the communication thread.
 
     Args:
       runtime: Runtime of this device.

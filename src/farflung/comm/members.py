@@ -66,7 +66,7 @@ class ViewMembers(Listener):
 
     @abstractmethod
     def _give_up(self, rank: int) -> None:
-        """Closes the connection to a member, which is lost."""
+        """Drops the present connection to a member before a reconnection; waits for it fail."""
 
     @abstractmethod
     def _reset(self, rank: int) -> None:

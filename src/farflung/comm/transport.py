@@ -50,7 +50,7 @@ class Listener(Protocol):
         ...
 
     def handle_malformed(self, rank: int, nbytes: int, reason: str) -> None:
-        """Handles unreadable bytes of a member, whose connection can no longer be trusted."""
+        """Handles unreadable bytes of a member, which then counts as lost."""
         ...
 
     def handle_close(self, rank: int) -> None:
@@ -113,7 +113,7 @@ class Transport(Protocol):
         ...
 
     def remove_peer(self, rank: int) -> None:
-        """Removes a peer; its connections and messages are refused from now on."""
+        """Removes a peer: refuses its messages, and closes its connections once control messages are sent."""
         ...
 
     def set_expected(self, count: int) -> None:

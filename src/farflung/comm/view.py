@@ -261,6 +261,7 @@ class ViewSession(ViewMembers):
             )
 
     def _handle_hello(self, rank: int, body: dict[str, Any]) -> None:
+        """Answers a greeting, compares the settings, and completes or refuses the admission."""
         if body.get("rank") != rank:
             raise Unauthorized("a greeting with another rank as its source")
         if self.routes.should_accept(rank) and self.routes.get_relay(rank) is None:

@@ -83,7 +83,7 @@ CIFAR100 = Layout(
 
 
 def load(layout: Layout, *, shift: int = 2) -> tuple[TensorDataset, TensorDataset]:
-    """Loads training and test set; training images are shifted and mirrored at random.
+    """Loads training and test set from fetched files; training images are shifted and mirrored at random.
 
     Args:
       layout: Layout of the set.

@@ -25,7 +25,7 @@ SYMBOLS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def load(*, length: int, stride: int | None = None) -> tuple[TensorDataset, TensorDataset]:
-    """Loads training and test windows of ``length`` characters.
+    """Loads training and test windows of ``length`` characters from the fetched text.
 
     Args:
       length: Characters of a window.
@@ -66,7 +66,7 @@ def read(
 
 
 def build_windows(text: npt.NDArray[np.uint8], length: int, stride: int, origin: str) -> TensorDataset:
-    """Returns overlapping windows of ``length`` symbols, as views of one tensor; targets are the windows one symbol on.
+    """Returns windows of ``length`` symbols as views of one tensor; targets are the windows one symbol on.
 
     Args:
       text: Numbers of symbols.

@@ -112,7 +112,7 @@ def find_device(name: str, *, forward_flops: float | None = None) -> DeviceProfi
 
     Raises:
       UnknownName: There is no such name.
-      ConfigError: The file is wrong, or ``count_forward_flops`` is missing.
+      ConfigError: The file is wrong, or ``forward_flops`` is missing.
     """
     if name.endswith(".toml"):
         return load_device(Path(name), forward_flops=forward_flops)

@@ -37,7 +37,10 @@ class AccumulatedGradient:
         return batch_size / (batch_size + self.num_samples)
 
     def load_gradients(self, batch_size: int) -> None:
-        """Moves the sum into the parameters' gradients, weighted so that a batch of this size can be added."""
+        """Moves the sum into the parameters' gradients, divided by the number of its samples plus ``batch_size``.
+
+        The caller scales the batch's loss by :meth:`compute_share`.
+        """
         if not self.num_samples:
             return
         for parameter, gradient_sum in zip(self._parameters, self._sums, strict=True):

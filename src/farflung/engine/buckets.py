@@ -93,7 +93,7 @@ class GradientBucket:
                 parameter.copy_(values)
 
     def load_gradient(self, mean: Tensor) -> None:
-        """Sets each ``p.grad`` to its part of ``mean``; frozen and unused parameters get ``None``.
+        """Sets each ``p.grad`` to its part of ``mean``; ``None`` if it is frozen, or unused with a part of zeros.
 
         Places in ``unused_places`` get none, unless the mean is nonzero there because a codec held it back from earlier
         steps. Places in ``unreached_places`` get none.
@@ -111,7 +111,7 @@ class GradientBucket:
                 self._set_gradient(place)
 
     def gather(self) -> None:
-        """Copies gradients that are not views yet into the flat tensor, and replaces them by the views."""
+        """Copies gradients outside the flat tensor into it, replaces them by views, and zeros missing ones."""
         views, grads, zero_places = [], [], []
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = parameter.grad
@@ -152,7 +152,7 @@ class GradientBucket:
         )
 
     def _set_gradient(self, place: int) -> None:
-        """Sets the gradient of a parameter to its part of the flat tensor."""
+        """Sets the gradient of a parameter to its part of the flat tensor, or to a copy if their strides differ."""
         view, gradient, parameter = self.views[place], self._gradients[place], self.parameters[place]
         if place in self.restrided_places:
             parameter.grad = torch.empty_like(parameter).copy_(view)

@@ -357,16 +357,17 @@ class Engine:
         return self._schedule.plan(self._schedule_state, self._sync_units, step)
 
     def _check_transfer(self, transfer: Transfer) -> None:
+        """Checks that unit and merge are the schedule's, and that a result is late only if the schedule allows it."""
         plans = f"schedule {type(self._schedule).__name__}, step {self._plan.step}: plans"
         if transfer.merge not in self._merge_states:
             raise Unsupported(
                 f"{plans} merge {type(transfer.merge).__name__}, which is not among its merges: name it there"
             )
         if id(transfer.unit) not in self._states_by_id:
-            raise Unsupported(f"{plans} a part that is not among its parts: name it there")
+            raise Unsupported(f"{plans} a unit that its build_units does not return")
         if transfer.merge_step > self._plan.step and not self._schedule.has_late_results:
             raise Unsupported(
-                f"{plans} a result for step {transfer.merge_step}, and its late is False: make it True"
+                f"{plans} a result for step {transfer.merge_step}, and its has_late_results is False: make it True"
             )
 
     def _launch_transfer(self, transfer: Transfer, *, is_updated: bool = True) -> None:

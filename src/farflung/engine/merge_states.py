@@ -129,7 +129,7 @@ class MergeStates:
                 state.has_diverged = state.has_updates = False
 
     def drop_contributions(self, *, to_anchors: bool) -> None:
-        """Resets this rank to one without contributions.
+        """Resets local states to those of a rank that joins at the anchors; contributions in flight are unchanged.
 
         Args:
           to_anchors: True to set parameters to the anchors.

@@ -88,9 +88,9 @@ class MetadataLayout:
         *,
         has_unused_changes: bool = False,
     ) -> tuple[float, Tensor]:
-        """Returns a rank's weight in an exchange, and its metadata as a vector.
+        """Returns a rank's weight in an exchange, the mean over its steps, and its metadata as a vector.
 
-        The weight is the mean over the steps; a step whose loss is not finite has weight 0.
+        A step whose loss is not finite has weight 0.
 
         Args:
           steps: Steps of the unit since its last exchange.

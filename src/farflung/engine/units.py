@@ -85,7 +85,8 @@ def enumerate_units(schedule: Schedule, buckets: Sequence[Bucket]) -> dict[int, 
     missing = {bucket.index for bucket in buckets} - {b.index for unit in sync_units for b in unit.buckets}
     if missing:
         raise Unsupported(
-            f"schedule {type(schedule).__name__}: no part of it moves bucket {min(missing)}, which would train apart"
+            f"schedule {type(schedule).__name__}: none of its units contains bucket {min(missing)}, which would train "
+            "apart"
         )
     return {
         unit.index if isinstance(unit, Bucket) else len(buckets) + unit.index: unit for unit in sync_units

@@ -174,7 +174,7 @@ class FaultEnvironment:
 
 
 class FaultInjector:
-    """Event sink that injects faults when a replica has done the given number of steps.
+    """Event sink that injects the faults of a plan at their times, or after a replica's given number of steps.
 
     Args:
       plan: Faults to inject.
@@ -206,7 +206,7 @@ class FaultInjector:
         return tuple(fault for fault in self._plan.faults if fault not in self._injected)
 
     def warn_of_missed_faults(self) -> None:
-        """Warns at the end of a run of the faults that were never injected."""
+        """Warns of the faults that were not injected before the end of the run."""
         if not self.missed_faults:
             return
         names = ", ".join(map(str, self.missed_faults[:MAX_NAMED_FAULTS]))

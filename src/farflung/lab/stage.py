@@ -28,7 +28,7 @@ def check_fault_plan(plan: FaultPlan, nodes: int, *, reports_steps: bool) -> Non
     Args:
       plan: Fault plan.
       nodes: Number of nodes.
-      reports_steps: Whether workers report their events.
+      reports_steps: True if workers report their events.
 
     Raises:
       Unsupported: The plan has a kind of fault that a lab lacks.
@@ -52,7 +52,7 @@ class LabEnvironment(FaultEnvironment):
     Args:
       lab: Lab to act on.
       plan: Fault plan.
-      has_events: Whether workers report events. Then times count from the first step of the first worker, and
+      has_events: True if workers report events. Then times count from the first step of the first worker, and
         no fault happens before; otherwise from the creation of this object.
 
     Raises:

@@ -130,6 +130,7 @@ def read_congestion_control() -> str:
 
 
 def _set_congestion_control(congestion_control: str) -> None:
+    """Sets the congestion control of the current namespace; raises OSError with the allowed ones."""
     try:
         Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(congestion_control, encoding="ascii")
     except OSError:

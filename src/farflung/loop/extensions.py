@@ -37,7 +37,7 @@ class MetadataExtension(Extension):
 
 
 class JoinHandler(Extension):
-    """Extension that publishes the state of the run for joining replicas, and reports changes of members.
+    """Extension that publishes the state before a step, and reports changes of members after it.
 
     Args:
       runtime: Runtime with the members of an elastic run.

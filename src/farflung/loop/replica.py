@@ -315,7 +315,7 @@ class Replica:
         return summary
 
     async def _count_sent(self) -> dict[str, list[int]]:
-        """Returns the bytes sent to each rank so far, by kind; must be launched, so that no exchange proceeds.
+        """Returns the bytes sent to each rank so far, by kind; call by ``runtime.launch``: no exchange may proceed.
 
         Excludes exchanges in flight, as :attr:`sent_nbytes` does, and messages that measured the network before the
         run.
@@ -565,7 +565,7 @@ class Replica:
         synchronize(self.device)
 
     def update(self) -> None:
-        """Clips the merged gradient if requested, and steps the optimizer."""
+        """Clips the merged gradient if requested, and steps the optimizer, once a step if in lockstep."""
         parameters: Iterable[nn.Parameter] = self.model.parameters()
         if self.lockstep is not None:
             parameters = self.lockstep.take_gradients(parameters, self.completed_steps)

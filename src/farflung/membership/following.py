@@ -461,7 +461,7 @@ class Follower:
         self._wake()
 
     def _deliver_results(self) -> None:
-        """Gives waiting exchanges the results that have arrived."""
+        """Completes each waiting exchange whose result has arrived."""
         for key, logged in list(self._waiting_exchanges.items()):
             number = self._numbers.get(key)
             if number in self.results:

@@ -145,7 +145,7 @@ class LivenessMonitor:
         self._connections.mark_silent(reasons)
 
     async def probe(self) -> None:
-        """Drops the members of the newest view that give no sign of life for all of the patience."""
+        """Probes the members of the newest view once, and drops those that are silent for all of the patience."""
         view = self._roster.view
         names = await self._connections.probe_members(self._patience_s)
         if view is self._roster.view and not self._log.is_frozen and not self._agreement.is_over:

@@ -261,6 +261,7 @@ class Member:
     # --- knowledge (R1, R7) -----------------------------------------------------------------------------------------
 
     def _handle_report(self, source: str, report: MemberReport) -> None:
+        """Merges a member's report into this member's knowledge; installs its view if it is newer."""
         for certificate in report.certificates.values():
             self.handle_certificate(certificate)
         if report.view.number > (self._suspended_view if self.view is None else self.view.number):

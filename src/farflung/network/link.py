@@ -71,7 +71,7 @@ class BandwidthTrace:
             raise ConfigError("bandwidth_bps stays at 0: nothing would ever arrive")
 
     def get_bandwidth(self, time_s: float) -> float:
-        """Returns the bandwidth at a time, in bits per second.
+        """Returns the bandwidth at a time, in bits per second; ``after`` decides what follows the trace's end.
 
         Raises:
           ConfigError: the trace has ended.

@@ -66,17 +66,18 @@ class Recipe:
         return replace(self, **changes)
 
     def build_components(self, seed: int, partition_index: int | None = None) -> Components:
-        """Builds one replica's components; those passed as objects are used unchanged.
+        """Builds one replica's components; rejects objects as sampler, stream or sharing.
+
+        Other objects are used unchanged.
 
         Args:
           seed: Seed of the run.
-          partition_index: Index of the part of the training set that only this replica draws from, in an order of its
-          own;
-            ``None`` to draw from the whole set, in turn with the others.
+          partition_index: Index of the part of the training set that only this replica draws from, in its own
+            order; ``None`` to draw from the whole set, in turn with the others.
 
         Raises:
           UnknownName: a component does not exist.
-          ConfigError: an option is out of range, or components are incompatible.
+          ConfigError: an option is out of range, components are incompatible, or an object is rejected.
         """
         from farflung.recipes.components import (
             build_components,

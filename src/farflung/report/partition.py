@@ -20,7 +20,7 @@ MAX_COLUMNS = 12
 
 
 def render_partition_table(shares: Sequence[Share], split_text: str) -> Table:
-    """Renders size and labels of each replica's share as a table.
+    """Renders size and labels of each replica's share as a table; the last row sums up ranks above the limit.
 
     Args:
       shares: Shares in the order of ranks.
@@ -56,7 +56,7 @@ def render_partition_table(shares: Sequence[Share], split_text: str) -> Table:
 
 
 def _format_labels(share: Share) -> list[str]:
-    """Formats the number of labels, and the three most common with their fraction of the share."""
+    """Formats the number of labels, and the three most common with their fraction; [] without labels."""
     counts = sorted(((count, label) for label, count in enumerate(share.histogram) if count), reverse=True)
     if not share.histogram:
         return []

@@ -101,14 +101,14 @@ def set_ticks(axis: Axis, max_ticks: int = 6, *, integer: bool = False) -> None:
 
 
 def set_percent_ticks(axis: Axis) -> None:
-    """Formats ticks from 0 to 1 as percent."""
+    """Formats ticks from 0 to 1 as percent, without the sign."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}"))
 
 
 def label_rows(axes: Axes, names: Sequence[str], max_labels: int) -> None:
-    """Labels the vertical axis with ranks, the first on top; skips labels above ``max_labels``."""
+    """Labels the vertical axis with ranks, the first on top; with many ranks, only every k-th."""
     stride = math.ceil(len(names) / max_labels)
     axes.set_yticks(range(0, len(names), stride), names[::stride])
     axes.set_ylim(len(names) - 0.4, -0.6)

@@ -15,7 +15,7 @@ MIN_SHARE = 0.1
 
 
 def find_bottleneck(events: Mapping[int, Sequence[Event]]) -> dict[str, Json] | None:
-    """Finds the bottleneck of a run from the mean step times of each replica.
+    """Finds what most delays each step: a replica's computing or data, or the links; None if below a tenth.
 
     The slowest replica has the longest time of computing and waiting for samples. The others wait for the excess of
     that time over their median. The slowest replica's own wait for exchanges is due to links alone.

@@ -576,6 +576,7 @@ _WORLD_DEFAULTS: dict[str, Any] = {
 
 
 def _list_training_settings() -> dict[str, Setting]:
+    """Returns the settings of :class:`Training` by name; the batch size may also be ``auto``."""
     settings = list_settings(Training)
     about = (
         "Samples per replica and step; auto: as many as by the workload's own in a step of all, of which each replica "

@@ -268,7 +268,7 @@ def _warn_if_slow(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None
 async def run_replica(
     replica: Replica, rebuild: Callable[[], Replica] | None = None
 ) -> tuple[Summary, State]:
-    """Runs a replica to its end; returns its summary and the trained model.
+    """Runs a replica, and its successors after suspensions, to the end; returns summary and trained model.
 
     Args:
       replica: Replica to run.

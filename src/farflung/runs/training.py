@@ -40,7 +40,7 @@ def train(
     sink: Sink = discard_event,
     **settings: object,
 ) -> Run:
-    """Trains on real workers, as ``farflung train`` does.
+    """Trains as ``farflung train`` does: on workers of this machine, or as one replica under torchrun.
 
     Under torchrun, Slurm's srun or mpirun, this process trains as one replica and returns that replica's result.
     Otherwise workers are started on this machine, in processes that import parts by name. Objects such as workload,

@@ -212,7 +212,9 @@ class ScoreRenewal:
         self._step, self._columns = step, (first, second, third)
 
     def get_stats(self, step: int) -> dict[str, Json]:
-        """Returns the statistics of the samples renewed at a step; None values if fewer than 8 were.
+        """Returns the shares of samples whose rank changed little, and the mean age of their old scores, at a step.
+
+        All are None if fewer than 8 samples were renewed at ``step``.
 
         Returns:
           ``rank_within_5`` and ``rank_within_10``, the share of samples whose rank changed by less than that per cent

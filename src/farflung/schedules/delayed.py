@@ -164,7 +164,7 @@ class Delayed(Schedule):
 
     @override
     def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
-        """Returns one transfer for each bucket at the end of a block, or at every step of the warm-up."""
+        """Returns one transfer for each bucket at the end of a block, or without delay at every step of the warm-up."""
         merge_step = step
         if step >= self.warmup:
             if (step + 1) % self.period:

@@ -28,7 +28,7 @@ SUPPORTED_FAULTS = frozenset(FAULTS).difference(MEMBERSHIP_KINDS)
 
 
 def check_plan(plan: FaultPlan, size: int, *, needs_all_members: bool = True) -> None:
-    """Checks that virtual time supports a plan.
+    """Checks that virtual time supports a plan: joins and leaves only if exchanges do not need all members.
 
     Args:
       plan: Faults to inject.
@@ -255,7 +255,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
     # --- end of tasks -------------------------------------------------------------------------------------------
 
     def start_replicas(self, start_task: Callable[[int], Pending[Any]]) -> None:
-        """Starts the replicas; the first error ends the view for all.
+        """Starts the members; an error ends the run of all, except the loss of one replica in an elastic run.
 
         Args:
           start_task: Starts a replica, for the first time or again.
@@ -272,6 +272,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
         task.add_done_callback(partial(self._handle_end, rank))
 
     def _handle_end(self, rank: int, task: Pending[Any]) -> None:
+        """Begins the leave of a replica that has ended; crashes a lost one; another error ends the run."""
         if task.error is None:
             if self._membership is not None:
                 self._membership.begin_leave(rank)

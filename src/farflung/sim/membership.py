@@ -124,7 +124,7 @@ class Membership:
     # --- broken connections -----------------------------------------------------------------------------------------
 
     def reset_connection(self, rank: int, peer: int) -> None:
-        """Breaks the connection of two members at the first one's end; messages in flight are lost."""
+        """Closes a rank's end of its connection to a peer, which gets no notice; messages in flight are lost."""
         first, second = self._members.get(rank), self._members.get(peer)
         if first is not None and second is not None and self.find_relay(rank, peer) is None:
             self._connections[frozenset((rank, peer))] = object()

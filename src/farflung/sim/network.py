@@ -253,7 +253,7 @@ class VirtualCommunicator(BaseCommunicator):
         return sums.sum_direct if sums is not None and name == "direct" else find_collective(name).run
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
-        """Fails, since virtual time has no backend."""
+        """Returns a failed completion, since virtual time has no backend."""
         del tensor, tag
         return create_failed(
             Unsupported("collective 'native' runs on real processes only: use ring or direct in virtual time")

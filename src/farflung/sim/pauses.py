@@ -64,7 +64,7 @@ class Pauses:
     def wrap_arrival(
         self, src: int, dst: int, on_arrival: Callable[[float], None]
     ) -> Callable[[float], None]:
-        """Returns the function to call at the arrival of a message sent now, in place of ``on_arrival``.
+        """Returns a replacement for a message's ``on_arrival``, which adds the link's later pauses.
 
         A message needs as much time without a cut as it would have taken, and never overtakes an earlier one. Shared
         capacity that it takes meanwhile is not given back.

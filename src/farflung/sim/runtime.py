@@ -361,6 +361,7 @@ class VirtualRuntime:
         return self._world.decisions.decide(name, step, local, self.comm.rank)
 
     def _compute_seconds(self, cost: Cost) -> float:
+        """Counts a forward pass; returns the seconds of a computation."""
         if cost.kind == "forward":
             self._num_forwards += 1
         return self._world.environment.get_slowdown(self.comm.rank) * self.device.compute_seconds(

@@ -176,6 +176,7 @@ class KafkaSource(MessageSource):
 
     @override
     def read(self, max_messages: int, wait_s: float) -> list[Records]:
+        """Returns new messages by partition; raises fatal errors, and keeps others in ``trouble``."""
         first = self._consumer.poll(wait_s)  # consume() would wait for as many as it is asked for
         if first is None:
             return []

@@ -226,6 +226,7 @@ class LiveStream(Stream):
 
     @override
     def commit(self, ids: SampleIds, *, step: int) -> None:
+        """Removes used samples; the thread commits their positions to the source later."""
         with self._condition:
             self._buffer.commit(ids)
             self._used_step = step

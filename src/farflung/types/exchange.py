@@ -184,7 +184,7 @@ class Reducer:
         """
 
     def with_run_length(self, steps: int, rate_warmup_steps: int) -> Reducer:
-        """Resolves options that depend on a run's steps, or on the steps in which its learning rate rises.
+        """Returns the reducer with its options resolved for a run of ``steps`` steps.
 
         Args:
           steps: Number of steps of the run.

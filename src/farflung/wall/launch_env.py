@@ -186,6 +186,7 @@ class LaunchEnv:
         return _served_stores[port]
 
     def _serve_store(self, address: str, port: int, patience: timedelta) -> dist.Store:
+        """Serves the store of rank 0: on loopback if that is the address, otherwise at all addresses."""
         loopback = find_loopback_address()
         if address in (loopback, "localhost"):
             with suppress(OSError):

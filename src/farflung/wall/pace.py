@@ -66,7 +66,7 @@ class Pace:
             self._sleep(remaining_s)
 
     def end_computation(self, end_s: float) -> None:
-        """Sleeps until a computation's modelled end, at which the next one begins."""
+        """Sleeps until a computation's modelled end; the next one begins at this time, even if it has passed."""
         self.sleep_until(end_s)
         self._free_s = end_s
 

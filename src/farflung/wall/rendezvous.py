@@ -175,7 +175,7 @@ class Rendezvous:
             return False
 
     def did_confirm(self, is_due: Callable[[int], bool] = lambda rank: True) -> bool:
-        """Confirms that this rank has met all others; the leader waits for all confirmations.
+        """Confirms the meeting; the leader waits for all confirmations, and returns False if a member has restarted.
 
         Args:
           is_due: Function that returns False for a member that has been lost since and will not confirm.

@@ -201,7 +201,7 @@ class WallRuntime:
         return tasks.wait_any(pendings)
 
     def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
-        """Waits for a time or for another thread; fails if the view ends first."""
+        """Completes at a clock time, or when another thread reports samples; fails if the view ends first."""
         data = ready if isinstance(ready, Pending) else self.sleep_until(ready)
         finished: Pending[None] = Pending()
         self._thread.call_soon(lambda: self.session.wait_monitor.wait_for_data(finished))
@@ -282,7 +282,7 @@ class WallRuntime:
     def resolve_collective(
         self, name: str, nbytes: Sequence[int], *, network: NetworkProfile | None = None, step: int = 0
     ) -> str:
-        """Resolves ``auto`` to collectives; rank 0 decides and records it. All replicas call this.
+        """Sets the collectives that rank 0 decides on for ``auto``, and returns their names; all replicas call this.
 
         An unknown network is measured, see :func:`farflung.wall.measure_network`, except between two replicas, where
         nothing depends on it, and on loopback.

@@ -112,7 +112,7 @@ class _VisitHandler:
         """End of the reservation of ranks for replicas that have asked for one."""
 
     async def listen(self, guest: JoinClient | None) -> None:
-        """Starts to answer visitors, and to handle other members' messages about joining replicas."""
+        """Answers visitors, and admits the replicas that other members announce; never returns."""
         if guest is not None:
             guest.watch_greetings(self._runtime, self.elastic)
             self._joined_ranks.update(guest.used_ranks)

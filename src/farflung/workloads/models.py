@@ -19,7 +19,7 @@ _INITIAL_STD = 0.02
 
 
 def resnet(depth: int, classes: int) -> nn.Module:
-    """Builds a residual network of three stages of 16, 32 and 64 channels with ``(depth - 2) / 6`` blocks each.
+    """Builds a residual network of three stages of 16, 32 and 64 channels with ``(depth - 2) // 6`` blocks each.
 
     Args:
       depth: Number of layers: 8, 14, 20, ...

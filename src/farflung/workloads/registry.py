@@ -78,7 +78,7 @@ def create_workload(name: str, **options: Json) -> Workload:
 
 
 def check_workload(candidate: object) -> Workload:
-    """Returns ``candidate`` if it has all attributes of a workload.
+    """Returns ``candidate`` as a workload; raises ConfigError if it lacks attributes of one.
 
     Raises:
       ConfigError: It lacks some; names them.

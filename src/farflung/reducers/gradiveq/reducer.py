@@ -293,6 +293,7 @@ class GradiVeQ(Reducer):
         )
 
     def _update_window(self, channel: Channel, state: State, mean: Tensor, num_accumulated: int) -> State:
+        """Adds a mean to the window's statistics, and computes the bases once there are enough samples."""
         if not num_accumulated and not self._is_spread:
             return state
         cost = CodingCost("learn" if num_accumulated else "total", self.method, mean.numel())

@@ -107,7 +107,9 @@ class Layout:
 
     @staticmethod
     def from_spec(spec: TensorSpec, slice_size: int, *, matrices: bool = False) -> Layout:
-        """Cuts each convolution: a parameter of three or more dimensions, torch's F, D and the sides of the kernel.
+        """Cuts each convolution into slices of about ``slice_size`` weights; other parameters are dense parts.
+
+        A convolution has three or more dimensions: torch's F, D and the sides of the kernel.
 
         Args:
           spec: Spec of the flat tensor.

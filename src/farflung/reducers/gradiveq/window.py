@@ -128,7 +128,7 @@ def compute_basis(
 
 
 def adopt_bases(state: State, tensors: list[Tensor]) -> State:
-    """Returns the state with rank 0's bases and means, in the order of :func:`list_bases`."""
+    """Returns the state with phase ``compress`` and rank 0's bases and means, in the order of :func:`list_bases`."""
     names = sorted(state["bases"])
     bases = dict(zip(names, tensors[: len(names)], strict=True))
     means = dict(zip(names, tensors[len(names) :], strict=True))
