@@ -18,7 +18,7 @@ from farflung.codecs import blocks as blocks_module
 from farflung.codecs.bits import pack, pack_fields, unpack, unpack_fields
 from farflung.codecs.blocks import Norm, compute_bucket_norms, iter_blocks
 from farflung.codecs.selection import count_kept, find_largest
-from farflung.codecs.stochastic import create_device_generator, from_levels, to_levels
+from farflung.codecs.stochastic import create_device_generator, from_level_codes, to_level_codes
 from farflung.errors import ProtocolError
 from farflung.seeding import create_generator
 from farflung.types import CodecState, Payload, TensorSpec
@@ -89,14 +89,14 @@ def test_the_nearest_level(levels: int) -> None:
     for numel, bucket_size in itertools.product(NUMELS, BUCKETS):
         tensor = normal(numel)
         norms = compute_bucket_norms(tensor, bucket_size, "max")
-        found = to_levels(tensor, norms, levels, bucket_size, None)
+        found = to_level_codes(tensor, norms, levels, bucket_size, None)
         spread = norms.repeat_interleave(bucket_size)[:numel]
         where = (numel, bucket_size)
         assert found.dtype == torch.uint8
         assert torch.equal(found.int() - levels, (tensor / spread * levels).round().int()), where
-        decoded = from_levels(found, norms, levels, bucket_size, torch.float32)
+        decoded = from_level_codes(found, norms, levels, bucket_size, torch.float32)
         assert ((decoded - tensor).abs() <= spread / levels / 2 * (1 + 1e-5)).all(), where
-        twice = from_levels(2 * found.int(), norms, levels, bucket_size, torch.float32, count=2)
+        twice = from_level_codes(2 * found.int(), norms, levels, bucket_size, torch.float32, count=2)
         torch.testing.assert_close(twice, 2 * decoded, msg=str(where))
 
 
@@ -107,7 +107,7 @@ def test_a_neighbouring_level_with_the_right_chance(numel: int, bucket_size: int
     scaled = tensor / norms.repeat_interleave(bucket_size)[:numel] * 7
     noise = create_device_generator(tensor.device, 1)
     draws = torch.stack(
-        [to_levels(tensor, norms, 7, bucket_size, noise).int() - 7 for _ in range(400)]
+        [to_level_codes(tensor, norms, 7, bucket_size, noise).int() - 7 for _ in range(400)]
     ).float()
     assert ((draws == scaled.floor()) | (draws == scaled.floor() + 1)).all()
     share = scaled - scaled.floor()
@@ -119,7 +119,7 @@ def test_a_neighbouring_level_with_the_right_chance(numel: int, bucket_size: int
 def test_levels_of_other_dtypes(dtype: torch.dtype) -> None:
     tensor = normal(200).to(dtype)
     norms = compute_bucket_norms(tensor, 50, "max")
-    decoded = from_levels(to_levels(tensor, norms, 127, 50, None), norms, 127, 50, dtype)
+    decoded = from_level_codes(to_level_codes(tensor, norms, 127, 50, None), norms, 127, 50, dtype)
     assert decoded.dtype == dtype
     assert ((decoded - tensor).abs() <= norms.max() / 127).all()
 
@@ -128,7 +128,7 @@ def test_levels_of_other_dtypes(dtype: torch.dtype) -> None:
 def test_the_smallest_numbers_are_no_trouble(tiny: float) -> None:
     tensor = torch.tensor([tiny, -tiny, 0.0])
     norms = compute_bucket_norms(tensor, 3, "max")
-    assert to_levels(tensor, norms, 7, 3, None).tolist() == ([14, 0, 7] if tiny else [7, 7, 7])
+    assert to_level_codes(tensor, norms, 7, 3, None).tolist() == ([14, 0, 7] if tiny else [7, 7, 7])
 
 
 # --- bits -------------------------------------------------------------------------------------------------------

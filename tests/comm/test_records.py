@@ -51,7 +51,7 @@ class Pipe:
             lambda head, number: BufferPool().allocate_tensor(head.large_nbytes[number]), lambda: room
         )
         self.ends = [
-            Receiver(landings, is_first=not index, on_connection_count=self.widths.append)
+            Receiver(landings, is_first_connection=not index, on_connection_count=self.widths.append)
             for index in range(connections)
         ]
         self.ways: list[deque[bytes]] = [deque() for _ in range(connections)]
@@ -60,7 +60,7 @@ class Pipe:
 
     def send(self, index: int = 0) -> int:
         """A connection takes a chunk; its size."""
-        chunk = self.sender.take_chunk(PIECE, is_first=index == 0)
+        chunk = self.sender.take_chunk(PIECE, is_first_connection=index == 0)
         if chunk is None:
             return 0
         said = b"".join(chunk.buffers)
@@ -156,7 +156,7 @@ def test_small_ones_that_waited_leave_together() -> None:
     for number in range(40):
         pipe.sender.put(frames_of(numbered(number)), 0, 0)
     pipe.send()
-    assert not pipe.sender.has_data(is_first=True)
+    assert not pipe.sender.has_data(is_first_connection=True)
     pipe.hear()
     assert [number_in(one.payload) for one in pipe.came] == [*range(40)]
 
@@ -229,7 +229,7 @@ def test_a_connection_that_is_gone_fails_what_waits_for_it() -> None:
         pipe.sender.put(frames_of(numbered(7)), FIRST_PRIORITY, CONTROL_VIEW)
         pipe.sender.close(OSError("gone"), keep_control=keep_control)
         assert [str(one.error) for one in waiting] == ["gone"] * 3
-        assert pipe.sender.has_data(is_first=True) == keep_control
+        assert pipe.sender.has_data(is_first_connection=True) == keep_control
         assert [number_in(one.payload) for one in pipe.all()] == [7] * keep_control
 
 
@@ -306,10 +306,10 @@ def mutated(draw: random.Random) -> bytes:
     sender, said = Sender(), list[bytes]()
     for number in range(draw.randint(1, 3)):
         sender.put(frames_of(large(number, draw.choice([0.01, 0.5, 2.5]))), 0, number % 2)
-        if (chunk := sender.take_chunk(PIECE, is_first=True)) is not None:
+        if (chunk := sender.take_chunk(PIECE, is_first_connection=True)) is not None:
             said.append(b"".join(chunk.buffers))
     sender.withdraw(0)
-    while (chunk := sender.take_chunk(PIECE, is_first=True)) is not None:
+    while (chunk := sender.take_chunk(PIECE, is_first_connection=True)) is not None:
         said.append(b"".join(chunk.buffers))
     for _ in range(draw.randint(1, 3)):
         at = draw.randrange(len(said))

@@ -44,7 +44,7 @@ def exchanged(ranks: Sequence[Rendezvous], values: Sequence[str]) -> list[Any]:
 
 
 def confirmed(ranks: Sequence[Rendezvous]) -> list[Any]:
-    return in_threads(*(one.did_confirm for one in ranks))
+    return in_threads(*(one.try_confirm for one in ranks))
 
 
 def lives(store: dist.Store, life: str, size: int = 3) -> list[Rendezvous]:
@@ -154,7 +154,7 @@ def test_who_comes_again_after_all_have_come_makes_all_meet_anew(store: dist.Sto
     first = others[0]
     assert ranks[first].is_repeated()
     if again:
-        assert ranks[first].did_confirm() is False
+        assert ranks[first].try_confirm() is False
     anew = [Background(partial(ranks[first].exchange, f"b{first}"))]
     if again:
         until(store, "farflung/test", before)
@@ -170,12 +170,12 @@ def test_who_comes_again_after_all_have_come_makes_all_meet_anew(store: dist.Sto
 def test_who_goes_on_to_the_next_meeting_has_not_come_again() -> None:
     store = dist.HashStore()
     first, second = lives(store, "a"), [meeting(store, rank) for rank in range(3)]
-    assert first[1].did_confirm()
+    assert first[1].try_confirm()
     ahead = Background(partial(second[1].exchange, "b1"))
-    leader = Background(first[0].did_confirm)
+    leader = Background(first[0].try_confirm)
     assert not first[0].is_repeated()
     assert not first[2].is_repeated(), "the leader has not called again"
-    assert first[2].did_confirm()
+    assert first[2].try_confirm()
     assert leader.result() is True
     rest = [Background(partial(second[rank].exchange, f"b{rank}")) for rank in (0, 2)]
     assert [one.result() for one in (ahead, *rest)] == [{0: "b0", 1: "b1", 2: "b2"}] * 3
@@ -216,14 +216,14 @@ def test_who_does_not_come_is_named(missing: int, stale: bool) -> None:
 def test_who_does_not_confirm_is_named() -> None:
     ranks = [meeting(dist.HashStore(), 0, 1)]
     assert ranks[0].exchange("alone") == {0: "alone"}
-    assert ranks[0].did_confirm()
+    assert ranks[0].try_confirm()
     store = dist.HashStore()
     ranks = [meeting(store, rank, for_s=0.5) for rank in range(3)]
     exchanged(ranks, ["", "", ""])
-    ranks[1].did_confirm()
+    ranks[1].try_confirm()
     with pytest.raises(DeadlinePassed, match=r"lost rank 2: .* its word that it has met all others"):
-        ranks[0].did_confirm()
-    assert ranks[0].did_confirm(is_due=lambda rank: rank != 2), "it is known to be lost"
+        ranks[0].try_confirm()
+    assert ranks[0].try_confirm(is_due=lambda rank: rank != 2), "it is known to be lost"
 
 
 def test_who_was_lost_is_named_and_not_who_waits_for_it() -> None:
@@ -233,7 +233,7 @@ def test_who_was_lost_is_named_and_not_who_waits_for_it() -> None:
     with pytest.raises(
         DeadlinePassed, match="lost rank 2"
     ):  # rank 1 does not confirm, since it waits for rank 2
-        ranks[0].did_confirm(is_due=lambda rank: rank != 2)
+        ranks[0].try_confirm(is_due=lambda rank: rank != 2)
 
 
 def test_unlike_numbers_of_ranks_are_told() -> None:

@@ -62,12 +62,12 @@ class ProcessorLoad:
 
 
 @contextmanager
-def run_neighbour_processes(count: int, work: Callable[[], Iterator[None]]) -> Iterator[None]:
+def run_neighbour_processes(count: int, endless_work: Callable[[], Iterator[None]]) -> Iterator[None]:
     """Runs endless work in forked processes during the block, to load memory and caches as replicas would.
 
     Args:
       count: Number of neighbours.
-      work: Function whose iterator never ends; it yields after each piece of work.
+      endless_work: Function whose iterator never ends; it yields after each piece of work.
 
     Raises:
       RunLost: A neighbour has ended by itself.
@@ -77,7 +77,7 @@ def run_neighbour_processes(count: int, work: Callable[[], Iterator[None]]) -> I
         for _ in range(count):
             pid = os.fork()
             if pid == 0:
-                _run_neighbour(work, parent)
+                _run_neighbour(endless_work, parent)
             pids.append(pid)
         yield
         ended_pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0]]
@@ -92,10 +92,10 @@ def run_neighbour_processes(count: int, work: Callable[[], Iterator[None]]) -> I
             os.waitpid(pid, 0)
 
 
-def _run_neighbour(work: Callable[[], Iterator[None]], parent: int) -> None:
+def _run_neighbour(endless_work: Callable[[], Iterator[None]], parent: int) -> None:
     """Works until the parent process is gone, then exits; never returns."""
     try:
-        for _ in work():
+        for _ in endless_work():
             if os.getppid() != parent:
                 break
     finally:

@@ -30,7 +30,7 @@ NEGLIGIBLE_ERROR = 0.02
 """Relative error of a gradient below which the noise of its batch hides it."""
 
 
-RowBuilders: TypeAlias = "tuple[Iterable[str], Callable[[str], tuple[Row, dict[str, str]]]]"
+Listing: TypeAlias = "tuple[Iterable[str], Callable[[str], tuple[Row, dict[str, str]]]]"
 """Names of a table's rows, and a function that returns the figures of a name and its cells by column."""
 
 
@@ -80,7 +80,7 @@ def _read_docs(documented: Callable[..., object]) -> Row:
     return {"summary": summary, "about": about.strip() or None}
 
 
-def _build_recipe_rows() -> RowBuilders:
+def _build_recipe_rows() -> Listing:
     """Returns the names of all recipes, and a function that builds the row of one name."""
     from farflung.handle import describe_attach_support
     from farflung.recipes import RECIPES, Recipe
@@ -103,7 +103,7 @@ def _build_recipe_rows() -> RowBuilders:
     return sorted(RECIPES), describe
 
 
-def _build_codec_rows() -> RowBuilders:
+def _build_codec_rows() -> Listing:
     import torch
 
     from farflung.codecs import CODECS
@@ -146,7 +146,7 @@ def _build_codec_rows() -> RowBuilders:
     return CODECS, describe
 
 
-def _build_workload_rows() -> RowBuilders:
+def _build_workload_rows() -> Listing:
     from farflung.seeding import create_generator
     from farflung.workloads import WORKLOADS, create_workload, find_dataset
 
@@ -204,7 +204,7 @@ def _format_location(location: Location) -> str:
     return "packaged subset" if location.kind == "packaged" else f"in {location.folder}"
 
 
-def _build_network_rows() -> RowBuilders:
+def _build_network_rows() -> Listing:
     from farflung.network import NETWORKS
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
@@ -216,7 +216,7 @@ def _build_network_rows() -> RowBuilders:
     return NETWORKS, describe
 
 
-def _build_device_rows() -> RowBuilders:
+def _build_device_rows() -> Listing:
     from farflung.devices import DEVICES, describe_coding_rates
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
@@ -232,7 +232,7 @@ def _shorten_source(source: str) -> str:
     return textwrap.shorten(figures.rstrip("."), 90, placeholder=" ...")
 
 
-def _build_dataset_rows() -> RowBuilders:
+def _build_dataset_rows() -> Listing:
     from farflung.data import list_entries
 
     by_name = {entry.source.name: entry for entry in list_entries()}
@@ -264,7 +264,7 @@ def _build_dataset_rows() -> RowBuilders:
     return by_name, describe
 
 
-LISTINGS: dict[str, Callable[[], RowBuilders]] = {
+LISTINGS: dict[str, Callable[[], Listing]] = {
     "recipes": _build_recipe_rows,
     "codecs": _build_codec_rows,
     "workloads": _build_workload_rows,

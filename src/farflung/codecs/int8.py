@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from farflung.codecs.base import BaseCodec, check_floating
 from farflung.codecs.blocks import compute_bucket_norms
-from farflung.codecs.stochastic import create_device_generator, from_levels, to_levels
+from farflung.codecs.stochastic import create_device_generator, from_level_codes, to_level_codes
 from farflung.options import check_choice, check_integer
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
 
@@ -88,11 +88,11 @@ class Int8(BaseCodec):
             else create_device_generator(flat.device, state.local["seed"], step, count)
         )
         scales = compute_bucket_norms(flat, self.bucket_size, "max")
-        return Payload((to_levels(flat, scales, LEVELS, self.bucket_size, noise), scales)), state
+        return Payload((to_level_codes(flat, scales, LEVELS, self.bucket_size, noise), scales)), state
 
     @override
     def decode(
         self, state: CodecState, payload: Payload, spec: TensorSpec, *, step: int, count: int
     ) -> Tensor:
         codes, scales = payload.iter_tensors()
-        return from_levels(codes, scales, LEVELS, self.bucket_size, spec.dtype).view(spec.shape)
+        return from_level_codes(codes, scales, LEVELS, self.bucket_size, spec.dtype).view(spec.shape)

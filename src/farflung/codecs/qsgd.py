@@ -11,7 +11,7 @@ from typing_extensions import override
 from farflung.codecs.base import BaseCodec, check_floating
 from farflung.codecs.bits import pack, unpack
 from farflung.codecs.blocks import compute_bucket_norms
-from farflung.codecs.stochastic import create_device_generator, from_levels, to_levels
+from farflung.codecs.stochastic import create_device_generator, from_level_codes, to_level_codes
 from farflung.errors import ConfigError
 from farflung.options import check_choice, check_integer
 from farflung.types import CodecState, Payload, Seeds, TensorSpec
@@ -94,7 +94,9 @@ class QSGD(BaseCodec):
         flat = grad.reshape(-1)
         norms = compute_bucket_norms(flat, self.bucket_size, self.norm)
         noise = create_device_generator(flat.device, state.local["seed"], step, count)
-        return Payload((pack(to_levels(flat, norms, levels, self.bucket_size, noise), bits), norms)), state
+        return Payload(
+            (pack(to_level_codes(flat, norms, levels, self.bucket_size, noise), bits), norms)
+        ), state
 
     @override
     def decode(
@@ -103,4 +105,4 @@ class QSGD(BaseCodec):
         bits, levels = resolve_levels("qsgd", self.bits, self.levels)
         packed, norms = payload.iter_tensors()
         codes = unpack(packed, bits, spec.numel)
-        return from_levels(codes, norms, levels, self.bucket_size, spec.dtype).view(spec.shape)
+        return from_level_codes(codes, norms, levels, self.bucket_size, spec.dtype).view(spec.shape)

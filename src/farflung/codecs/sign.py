@@ -11,7 +11,7 @@ from typing_extensions import override
 from farflung.codecs.base import BaseCodec
 from farflung.codecs.bits import pack, unpack
 from farflung.codecs.blocks import compute_bucket_norms
-from farflung.codecs.stochastic import from_levels
+from farflung.codecs.stochastic import from_level_codes
 from farflung.options import check_integer
 from farflung.types import CodecState, Payload, TensorSpec
 
@@ -59,4 +59,4 @@ class Sign(BaseCodec):
         packed, means = payload.iter_tensors()
         signs = unpack(packed, 1, spec.numel).mul_(2)
         size = self.bucket_size or max(spec.numel, 1)
-        return from_levels(signs, means, 1, size, spec.dtype).view(spec.shape)
+        return from_level_codes(signs, means, 1, size, spec.dtype).view(spec.shape)

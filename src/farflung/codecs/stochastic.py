@@ -10,7 +10,7 @@ from torch import Tensor
 from farflung.codecs.blocks import allocate_scratch, get_working_dtype, iter_blocks
 from farflung.seeding import derive_seed
 
-__all__ = ["create_device_generator", "from_levels", "to_levels"]
+__all__ = ["create_device_generator", "from_level_codes", "to_level_codes"]
 
 
 def create_device_generator(device: torch.device, seed: int, *labels: int | str) -> torch.Generator:
@@ -18,7 +18,7 @@ def create_device_generator(device: torch.device, seed: int, *labels: int | str)
     return torch.Generator(device).manual_seed(derive_seed(seed, *labels))
 
 
-def to_levels(
+def to_level_codes(
     tensor: Tensor, norms: Tensor, levels: int, bucket_size: int, generator: torch.Generator | None
 ) -> Tensor:
     r"""Rounds each element to a level; returns its number, 0 at minus the bucket's norm to ``2 * levels`` at plus.
@@ -58,7 +58,7 @@ def to_levels(
     return codes
 
 
-def from_levels(
+def from_level_codes(
     codes: Tensor, norms: Tensor, levels: int, bucket_size: int, dtype: torch.dtype, count: int = 1
 ) -> Tensor:
     r"""Returns :math:`\|v\| l_i / s`, flat; no entry is finite in a bucket whose norm is infinite or NaN.

@@ -259,7 +259,7 @@ class Connection:
                 self._is_adaptive
                 and not self._unsent
                 and self._sender
-                and self._sender.has_data(is_first=self.index == 0)
+                and self._sender.has_data(is_first_connection=self.index == 0)
             ):
                 self._watch_writable()  # the next piece is taken when the kernel has sent most of this one
                 return
@@ -283,7 +283,7 @@ class Connection:
         if chunk is not None:
             Sender.mark_sent(chunk)
         if self._sender is not None and self.state is not ConnectionState.CLOSED:
-            self._chunk = self._sender.take_chunk(self._piece_nbytes, is_first=self.index == 0)
+            self._chunk = self._sender.take_chunk(self._piece_nbytes, is_first_connection=self.index == 0)
         if self._chunk is not None:
             self._append_unsent(*self._chunk.buffers)
         return self._chunk is not None

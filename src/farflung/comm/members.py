@@ -65,7 +65,7 @@ class ViewMembers(Listener):
         """Sends this rank's greeting to a member: its rank and settings."""
 
     @abstractmethod
-    def _give_up(self, rank: int) -> None:
+    def _drop_connection(self, rank: int) -> None:
         """Drops the present connection to a member before a reconnection; waits for it fail."""
 
     @abstractmethod
@@ -134,7 +134,7 @@ class ViewMembers(Listener):
         if rank not in self.routes:
             return create_failed(PeerLost(rank, "its address is not known"))
         if rank in self.get_present_ranks():
-            self._give_up(rank)
+            self._drop_connection(rank)
         self.routes.set_detour(self.rank, rank, relay)
         return self._admit_peer(self.routes.get_peer(rank), is_reconnect=True)
 

@@ -133,9 +133,9 @@ class Sender:
         """Bytes that no connection has taken."""
         return sum(message.nbytes for queue in (self._waiting, self._partial) for *_, message in queue)
 
-    def has_data(self, *, is_first: bool) -> bool:
+    def has_data(self, *, is_first_connection: bool) -> bool:
         """Returns True if there are bytes for the first connection, or for another one."""
-        return bool(self._partial or (is_first and (self._waiting or self._records)))
+        return bool(self._partial or (is_first_connection and (self._waiting or self._records)))
 
     def put(self, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
         """Queues a message behind all of its priority.
@@ -157,19 +157,19 @@ class Sender:
         """Queues a ``CONNECTIONS`` record."""
         self._records.append(_RECORD.pack(1, RecordKind.CONNECTIONS) + bytes([count]))
 
-    def take_chunk(self, max_nbytes: int, *, is_first: bool) -> Chunk | None:
+    def take_chunk(self, max_nbytes: int, *, is_first_connection: bool) -> Chunk | None:
         """Takes the next bytes for a connection; returns None if there are none.
 
         Args:
           max_nbytes: Approximate limit of bytes.
-          is_first: True for the first connection of the pair, which takes the heads.
+          is_first_connection: True for the first connection of the pair, which takes the heads.
         """
         small: list[Frame] = []
         chunk = Chunk([], [])
-        if is_first and self._records:
+        if is_first_connection and self._records:
             small, self._records = list(self._records), []
         while True:
-            has_waiting = is_first and bool(self._waiting)
+            has_waiting = is_first_connection and bool(self._waiting)
             if has_waiting and (not self._partial or self._waiting[0] < self._partial[0]):
                 priority, order, message = heapq.heappop(self._waiting)
                 head = message.frames[0]
@@ -346,14 +346,18 @@ class Receiver:
 
     Args:
       buffers: Partial messages of the peer, shared by all of its connections.
-      is_first: True for the first of these connections.
+      is_first_connection: True for the first of these connections.
       on_connection_count: Called with the number in a ``CONNECTIONS`` record.
     """
 
     def __init__(
-        self, buffers: RecvBuffers, *, is_first: bool, on_connection_count: Callable[[int], None]
+        self, buffers: RecvBuffers, *, is_first_connection: bool, on_connection_count: Callable[[int], None]
     ) -> None:
-        self._buffers, self._is_first, self._on_connection_count = buffers, is_first, on_connection_count
+        self._buffers, self._is_first, self._on_connection_count = (
+            buffers,
+            is_first_connection,
+            on_connection_count,
+        )
         self._scratch = memoryview(bytearray(_SCRATCH_NBYTES))
         self._begin = self._end = 0
         """Range of unread bytes in the scratch buffer."""

@@ -55,7 +55,7 @@ class RoutingTable:
         self._meetings.update({peer.rank: len(self._relays) for peer in peers})
         self._relays.append(relay)
         self._peers = updated
-        self._update_hops()
+        self._update_next_hops()
 
     def set_detour(self, rank_a: int, rank_b: int, relay: int | None) -> None:
         """Sets the relay of two ranks whose connection is broken; None restores their first route."""
@@ -63,9 +63,9 @@ class RoutingTable:
             self._detours.pop(frozenset((rank_a, rank_b)), None)
         else:
             self._detours[frozenset((rank_a, rank_b))] = relay
-        self._update_hops()
+        self._update_next_hops()
 
-    def _update_hops(self) -> None:
+    def _update_next_hops(self) -> None:
         for rank in self._peers:
             relay = self.get_relay(rank)
             self._hops[rank] = rank if relay is None else relay

@@ -300,7 +300,7 @@ class TcpTransport:
             member.sender.queue_connection_count(member.num_wanted)
         receiver = Receiver(
             member.recv_buffers,
-            is_first=connection.index == 0,
+            is_first_connection=connection.index == 0,
             on_connection_count=partial(self._handle_connection_count, member),
         )
         connection.promote(member.peer.rank, member.sender, receiver, member.connections)

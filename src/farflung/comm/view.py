@@ -338,7 +338,7 @@ class ViewSession(ViewMembers):
             self._handle_gone(rank, f"rank {relay}, which relays its messages, says: {body.get('detail')}")
 
     @override
-    def _give_up(self, rank: int) -> None:
+    def _drop_connection(self, rank: int) -> None:
         self._mark_lost(rank, PeerLost(rank, "its connection was given up"))
         self._report_gone(rank, "its connection was given up")
         self.transport.remove_peer(rank)

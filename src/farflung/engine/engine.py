@@ -242,7 +242,7 @@ class Engine:
         """
         self._metadata.clear(numbers=from_anchors)
         if from_anchors:
-            self._merge_states.drop_contributions(to_anchors=not self._has_stale_anchors)
+            self._merge_states.reset_local_states(to_anchors=not self._has_stale_anchors)
         else:
             self._merge_states.reset_anchors()
 

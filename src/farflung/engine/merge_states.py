@@ -128,7 +128,7 @@ class MergeStates:
                 state.shared.update(initial.shared)
                 state.has_diverged = state.has_updates = False
 
-    def drop_contributions(self, *, to_anchors: bool) -> None:
+    def reset_local_states(self, *, to_anchors: bool) -> None:
         """Resets local states to those of a rank that joins at the anchors; contributions in flight are unchanged.
 
         Args:

@@ -469,7 +469,7 @@ class Follower:
                 logged.number = number
                 self.followed_exchanges[number] = logged
                 logged.result.set_result(
-                    logged.values.unpack(tuple(tensor.clone() for tensor in self.results[number]))
+                    logged.result_codec.unpack(tuple(tensor.clone() for tensor in self.results[number]))
                 )
 
     def _check_backlog(self) -> None:

@@ -169,10 +169,10 @@ class AdaptiveTopK(Reducer):
         return await rule(channel, slot, contribution, step)
 
     @override
-    def report(self, states: Sequence[State]) -> Mapping[str, Json]:
+    def report(self, shared_states: Sequence[State]) -> Mapping[str, Json]:
         """Returns ``cnc`` of Tyagi & Swany 2022: the share of exchanges that were compressed, over all buckets."""
-        steps = sum(state["steps"] for state in states)
-        return {"cnc": sum(state["compressed"] for state in states) / steps if steps else 0.0}
+        steps = sum(state["steps"] for state in shared_states)
+        return {"cnc": sum(state["compressed"] for state in shared_states) / steps if steps else 0.0}
 
     async def _reduce_by_shared_decision(
         self, channel: Channel, slot: StateSlot, contribution: Contribution, step: int

@@ -16,7 +16,7 @@ from farflung.codecs.base import check_floating
 from farflung.codecs.bits import pack_fields, unpack_fields
 from farflung.codecs.blocks import compute_bucket_norms
 from farflung.codecs.qsgd import resolve_levels
-from farflung.codecs.stochastic import create_device_generator, from_levels, to_levels
+from farflung.codecs.stochastic import create_device_generator, from_level_codes, to_level_codes
 from farflung.comm.collectives.segments import list_peers
 from farflung.comm.staging import copy_to_device
 from farflung.options import check_integer
@@ -129,13 +129,13 @@ class SharedScaleQSGD(Reducer):
 
         def encode() -> Tensor:
             noise = create_device_generator(tensor.device, seed, step)
-            return pack_fields(to_levels(tensor, scales, levels, self.bucket_size, noise), width)
+            return pack_fields(to_level_codes(tensor, scales, levels, self.bucket_size, noise), width)
 
         words, metadata = await exchange.sum(channel.compute(cost("encode"), encode))
 
         def decode() -> Tensor:
             sums = unpack_fields(words, width, tensor.numel())
-            return from_levels(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
+            return from_level_codes(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
 
         return build_result(
             channel, channel.compute(cost("decode"), decode), metadata, contribution.tensor.dtype

@@ -266,13 +266,13 @@ def _warn_if_slow(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None
 
 
 async def run_replica(
-    replica: Replica, rebuild: Callable[[], Replica] | None = None
+    replica: Replica, build_successor: Callable[[], Replica] | None = None
 ) -> tuple[Summary, State]:
     """Runs a replica, and its successors after suspensions, to the end; returns summary and trained model.
 
     Args:
       replica: Replica to run.
-      rebuild: Function that creates another replica, which continues after a suspension.
+      build_successor: Function that creates another replica, which continues after a suspension.
     """
     while True:
         try:
@@ -280,9 +280,9 @@ async def run_replica(
             if replica.runtime.elastic is not None:
                 await replica.runtime.elastic.finish(replica.completed_steps)
         except ReplicaSuspended:
-            if rebuild is None:
+            if build_successor is None:
                 raise
-            replica = rebuild()
+            replica = build_successor()
         else:
             return result
 

@@ -40,10 +40,10 @@ def compute_scores(
         model.eval()
     if kind == "loss":
         with torch.no_grad():
-            losses = _check_losses(name, loss(model), count)
+            losses = _require_losses_per_sample(name, loss(model), count)
         return losses.float().cpu()
     tap = _OutputTap(model)
-    losses = _check_losses(name, loss(tap), count)
+    losses = _require_losses_per_sample(name, loss(tap), count)
     gradient = tap.compute_gradient(losses)
     if gradient is None or len(gradient) != count:
         raise ConfigError(
@@ -75,7 +75,7 @@ def check_scores(name: str, scores: Tensor, step: int) -> None:
         )
 
 
-def _check_losses(name: str, losses: Tensor, count: int) -> Tensor:
+def _require_losses_per_sample(name: str, losses: Tensor, count: int) -> Tensor:
     if losses.shape != (count,):
         raise ConfigError(
             f"{name}: its loss of {count} samples has shape {tuple(losses.shape)}, and importance needs one number for "

@@ -269,9 +269,9 @@ class VirtualFaultEnvironment(FaultEnvironment):
 
     def _start(self, rank: int) -> None:
         task = self.running_tasks[rank] = self._start_task(rank)
-        task.add_done_callback(partial(self._handle_end, rank))
+        task.add_done_callback(partial(self._handle_task_end, rank))
 
-    def _handle_end(self, rank: int, task: Pending[Any]) -> None:
+    def _handle_task_end(self, rank: int, task: Pending[Any]) -> None:
         """Begins the leave of a replica that has ended; crashes a lost one; another error ends the run."""
         if task.error is None:
             if self._membership is not None:

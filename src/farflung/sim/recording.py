@@ -148,8 +148,8 @@ class _RecordingReducer(Reducer):
         self._reducer.check(specs, steps)
 
     @override
-    def report(self, states: Sequence[State]) -> Mapping[str, Json]:
-        return self._reducer.report(states)
+    def report(self, shared_states: Sequence[State]) -> Mapping[str, Json]:
+        return self._reducer.report(shared_states)
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:

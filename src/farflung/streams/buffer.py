@@ -105,7 +105,7 @@ class Buffer:
         rate: float | None = None,
         lanes: int = 1,
         stride: int = 1,
-        max_lead: int = 1 << 24,
+        max_replay_lead: int = 1 << 24,
         on_remove: Callable[[SampleIds], object] = lambda ids: None,
     ) -> None:
         """Prepares the buffer for the first sample.
@@ -115,7 +115,7 @@ class Buffer:
           rate: Constant rate :math:`S_i`; ``None`` if it changes or has to be measured.
           lanes: Number of sources, each with an order of its own.
           stride: Divisor of ids whose remainder is the lane; ids of a lane ascend.
-          max_lead: Number of ids by which a replayed run may have been ahead of this one.
+          max_replay_lead: Number of ids by which a replayed run may have been ahead of this one.
           on_remove: Callback that receives the ids of samples that are no longer held.
 
         Raises:
@@ -141,7 +141,7 @@ class Buffer:
         self._fixed_rate, self._on_remove = rate, on_remove
         self.needs_rate = rate is None and (self._window_s is not None or self._is_by_rate)
         """True if the rate has to be measured."""
-        self._lanes, self._stride, self._max_lead = lanes, stride, max_lead
+        self._lanes, self._stride, self._max_lead = lanes, stride, max_replay_lead
 
     def check_rate(self, rate: float) -> None:
         """Checks that a constant rate supplies enough samples for a step within ``window_s``.

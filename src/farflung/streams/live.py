@@ -196,7 +196,11 @@ class LiveStream(Stream):
         if any(partition >= STRIDE for partition in self._ranges):
             raise ConfigError(f"{self._source.name}: {STRIDE} partitions or more cannot be told apart")
         self._buffer.prepare(
-            context, lanes=len(self._ranges), stride=STRIDE, max_lead=_MAX_LEAD, on_remove=self._drop_samples
+            context,
+            lanes=len(self._ranges),
+            stride=STRIDE,
+            max_replay_lead=_MAX_LEAD,
+            on_remove=self._drop_samples,
         )
         if self._buffer.needs_rate:
             self._growth = {partition: Growth(self._span_s) for partition in self._ranges}
@@ -344,12 +348,12 @@ class LiveStream(Stream):
         try:
             self._source.start(starts)
             self._finalize_s = time.monotonic() + FINALIZE_SPANS * self._span_s
-            self._measure()
+            self._measure_rates()
             while not self._is_closed:
                 self._read_chunk()
-                self._measure()
+                self._measure_rates()
                 self._commit_used()
-                self._check_deadline()
+                self._fail_if_silent()
             self._commit_used()
         except FarflungError as error:
             self._fail(error)
@@ -466,7 +470,7 @@ class LiveStream(Stream):
                     positions[partition] = int(lane_ids[0]) // STRIDE
         self._source.commit_positions(positions, step)
 
-    def _check_deadline(self) -> None:
+    def _fail_if_silent(self) -> None:
         with self._condition:
             silent_s = time.monotonic() - self._silent_since
             ready = self._step_ready
@@ -497,7 +501,7 @@ class LiveStream(Stream):
         """Returns samples per second, summed over all partitions."""
         return sum(growth.rate or 0.0 for growth in self._growth.values())
 
-    def _measure(self) -> None:
+    def _measure_rates(self) -> None:
         asked_at = time.monotonic()
         if not self._growth or asked_at < self._next_measure_s:
             return

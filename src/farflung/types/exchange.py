@@ -197,11 +197,11 @@ class Reducer:
         """Returns the number of exchanges in which each kind occurs ``repeats`` times, without warm-up."""
         return repeats
 
-    def report(self, states: Sequence[State]) -> Mapping[str, Json]:
+    def report(self, shared_states: Sequence[State]) -> Mapping[str, Json]:
         """Returns figures by name for the run's summary.
 
         Args:
-          states: Shared halves of the states of all units that it exchanges.
+          shared_states: Shared halves of the states of all units that it exchanges.
         """
-        del states
+        del shared_states
         return {}

@@ -181,11 +181,11 @@ class LaunchEnv:
         The process keeps it for later runs, since another rank may begin the next run while this one ends.
         """
         if port not in _served_stores:
-            _served_stores[port] = self._serve_store(address, port, patience)
+            _served_stores[port] = self._serve_rank_0_store(address, port, patience)
         _served_stores[port].set_timeout(patience)
         return _served_stores[port]
 
-    def _serve_store(self, address: str, port: int, patience: timedelta) -> dist.Store:
+    def _serve_rank_0_store(self, address: str, port: int, patience: timedelta) -> dist.Store:
         """Serves the store of rank 0: on loopback if that is the address, otherwise at all addresses."""
         loopback = find_loopback_address()
         if address in (loopback, "localhost"):

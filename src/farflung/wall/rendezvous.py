@@ -174,7 +174,7 @@ class Rendezvous:
         except RuntimeError:  # the store has ended; the others may still come
             return False
 
-    def did_confirm(self, is_due: Callable[[int], bool] = lambda rank: True) -> bool:
+    def try_confirm(self, is_due: Callable[[int], bool] = lambda rank: True) -> bool:
         """Confirms the meeting; the leader waits for all confirmations, and returns False if a member has restarted.
 
         Args:

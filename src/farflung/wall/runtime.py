@@ -396,7 +396,7 @@ class WallRuntime:
 
         self._connect(exchange_peers)
         try:
-            return self._did_all_greet(connect_timeout_s, rendezvous.is_repeated) and rendezvous.did_confirm(
+            return self._did_all_greet(connect_timeout_s, rendezvous.is_repeated) and rendezvous.try_confirm(
                 is_due
             )
         except (PeerLost, PeerFailed):

@@ -77,7 +77,7 @@ def create_elastic(
     )
     elastic.agreement.on_connect = visits.introduce_peer
     if runtime.comm.size > 1:
-        runtime.launch(visits.listen(guest))
+        runtime.launch(visits.serve_visitors(guest))
     return elastic
 
 
@@ -111,7 +111,7 @@ class _VisitHandler:
         self._reserved_until: dict[int, float] = {}
         """End of the reservation of ranks for replicas that have asked for one."""
 
-    async def listen(self, guest: JoinClient | None) -> None:
+    async def serve_visitors(self, guest: JoinClient | None) -> None:
         """Answers visitors, and admits the replicas that other members announce; never returns."""
         if guest is not None:
             guest.watch_greetings(self._runtime, self.elastic)
