@@ -32,7 +32,7 @@ def test_a_bucket_makes_few_stops_and_the_design_names_them(pool: Pool) -> None:
     design = (Path(__file__).parent.parent / "docs" / "design.md").read_text(encoding="utf-8")
     figure = design[design.index("```mermaid") : design.index("* A codec encodes")]
     for stops, functions in pool.run(2, "tests.attach_jobs.step_functions"):
-        assert stops[0].startswith("GradientBuckets._hook")
+        assert stops[0].startswith("GradientBuckets._create_hook")
         assert stops[-1] == "Link._write"
         assert len(stops) <= STOPS, stops
         assert not [stop for stop in stops if stop.rpartition(".")[2] not in figure]

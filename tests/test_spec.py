@@ -110,7 +110,7 @@ def test_a_registry_takes_members_and_gives_them_up() -> None:
         "local_sgd(4)": "local_sgd(schedule=local_sgd(sync_every=4))",
         "powersgd(rank=4, collective=ring)": "powersgd(reducer=powersgd(rank=4), collective=ring)",
         "demo(decay=0.9)": "demo(codec=demo(decay=0.9))",
-        "delayed(perod=8)": "stream, and of its schedule: delay, period, most, pull, warmup",
+        "delayed(perod=8)": "stream, and of its schedule: delay, period, max_delay, pull, warmup",
         "delayed(4, delay=5)": "delay is given twice",
         "delayed(period=8, schedule=diloco)": "period: write options of the schedule into schedule=...",
         "local_sgd(4, 'kept', 5)": "write it as name",

@@ -57,7 +57,7 @@ def scored(training: Watched) -> float:
     """Samples that each replica scores in a step, at most."""
     sampler = training.parts.get("sampler", "uniform")
     if "groups='bacc'" in sampler:
-        (most,) = map(int, re.findall(r"most=(\d+)", sampler))
+        (most,) = map(int, re.findall(r"max_scored=(\d+)", sampler))
         return min(most, training.what.group(training.mbps, training.replicas))
     found = re.search(r"groups=(\d+)", sampler)
     if found is None:

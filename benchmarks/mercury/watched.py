@@ -305,7 +305,7 @@ class _Fewer:
         train, self._test = task.load_datasets()
         self._train = Subset(train, ids)
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
         return self._train, self._test
 
     def __getattr__(self, name: str) -> Any:

@@ -25,7 +25,7 @@ def exit_with_parent(parent: int) -> None:
 
 
 def check_call(call: str, result: int) -> None:
-    """Raises :class:`OSError` if a call of the C library has not returned 0."""
+    """Raises ``OSError`` if a call of the C library has not returned 0."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")

@@ -38,7 +38,7 @@ class _Passed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.clock.time += ctx.s[1]  # type: ignore[attr-defined]
+        ctx.clock.now += ctx.s[1]  # type: ignore[attr-defined]
         return grad, None, None
 
 

@@ -31,7 +31,7 @@ from tests.refusals import refuse
             ["train", "--data-stays", "--sharing", "resharding(by='uniform')"],
             "--data-stays: --sharing resharding(by='uniform') sends samples",
         ),
-        (["simulate", "--sharing", "resharding"], "Uniform knows nothing: choose another --sampler"),
+        (["simulate", "--sharing", "resharding"], "UniformSampler knows nothing: choose another --sampler"),
         (
             ["simulate", "--sharing", "resharding(by='uniform')", "--stream", "rate(20)"],
             "leave out one of --sharing and --stream",

@@ -105,10 +105,10 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
     options = ["--recipes", "synchronous", "ring", "--out", str(tmp_path)]
     real = getattr(compare, "simulate_prepared")  # noqa: B009
 
-    def stopped(run: Any, *args: Any, stop_asked: Any, **options: Any) -> Any:
+    def stopped(run: Any, *args: Any, should_stop: Any, **options: Any) -> Any:
         if run.config.recipe.name == "ring":
-            stop_asked.__self__.set()
-        return real(run, *args, stop_asked=stop_asked, **options)
+            should_stop.__self__.set()
+        return real(run, *args, should_stop=should_stop, **options)
 
     monkeypatch.setattr(compare, "simulate_prepared", stopped)
     assert main(["compare", *SMALL, *options, "--quiet"]) == 130

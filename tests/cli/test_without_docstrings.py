@@ -40,4 +40,4 @@ def test_commands_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_options_are_explained(tmp_path: Path) -> None:
     said = " ".join(optimized(tmp_path, "-m", "farflung", "train", "--help").replace("│", " ").split())
-    assert "Of the buckets that gradients are exchanged in" in said
+    assert "Size in bytes at which a gradient bucket is closed" in said

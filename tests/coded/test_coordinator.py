@@ -447,7 +447,7 @@ def test_a_run_made_again_has_the_same_bits_whoever_is_slow() -> None:
 
 @pytest.mark.parametrize(
     ("transposed", "product"),
-    [("columns", "times"), ("columns", "transposed_times"), ("repair", "transposed_times")],
+    [("columns", "multiply"), ("columns", "multiply_transposed"), ("repair", "multiply_transposed")],
 )
 def test_a_product_that_is_not_finite_ends_the_run_at_once(transposed: str, product: str) -> None:
     def large(number: int) -> tuple[Any, Any]:
@@ -458,7 +458,7 @@ def test_a_product_that_is_not_finite_ends_the_run_at_once(transposed: str, prod
 
     async def body(coordinator: Coordinator) -> None:
         coordinator.activate_partitions()
-        length = coordinator.features if product == "times" else coordinator.samples
+        length = coordinator.features if product == "multiply" else coordinator.samples
         times.append(coordinator.elapsed_s)
         with pytest.raises(BadSamples, match="a product of the samples is not finite in float64"):
             await getattr(coordinator, product)(torch.full((length, 1), 1e200, dtype=torch.float64))

@@ -578,7 +578,7 @@ def test_samples_that_come_and_go_have_no_owner() -> None:
 
 def test_a_sampler_that_knows_nothing_cannot_choose() -> None:
     with pytest.raises(
-        ConfigError, match=r"Uniform knows nothing: choose another --sampler, or .*by='uniform'"
+        ConfigError, match=r"UniformSampler knows nothing: choose another --sampler, or .*by='uniform'"
     ):
         parse_recipe("synchronous").with_components(sharing="resharding").build_components(3)
     parts = (

@@ -154,7 +154,7 @@ class Search:
         for (source, name), queue in state.queues.items():
             if queue:
                 queues = {**state.queues, (source, name): queue[1:]}
-                yield from self.event(replace(state, queues=queues), name, "hear", source, queue[0])
+                yield from self.event(replace(state, queues=queues), name, "handle_message", source, queue[0])
         for what in state.later:
             yield from self.carry_out(replace(state, later=tuple(x for x in state.later if x != what)), what)
         for fault in state.faults:
@@ -173,7 +173,7 @@ class Search:
                 yield replace(ended, later=ended.later + tuple(told), path=(*state.path, fault))
         elif kind == "certificate":
             certificate = unsigned(names[1], -9, state.kept.get(names[1]))
-            yield from self.event(state, name, "hear", names[1], certificate)
+            yield from self.event(state, name, "handle_message", names[1], certificate)
         elif kind in ("reset", "flap"):
             pair = frozenset(names)
             if pair in state.up and all(x in state.members for x in names):
@@ -200,8 +200,12 @@ class Search:
                 return
             linked = replace(state, up=state.up | {frozenset(names)})
             views = {x: state.members[x].view for x in names}
-            for mid in self.event(linked, one, "guest" if views[other] is None else "back", other):
-                yield from self.event(mid, other, "guest" if views[one] is None else "back", one)
+            for mid in self.event(
+                linked, one, "handle_guest" if views[other] is None else "handle_connection", other
+            ):
+                yield from self.event(
+                    mid, other, "handle_guest" if views[one] is None else "handle_connection", one
+                )
         elif kind == "leave":
             yield from self.event(state, name, "leave")
         elif kind == "join":

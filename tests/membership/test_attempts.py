@@ -43,7 +43,7 @@ def test_one_that_stood_still_itself_counts_the_silence_of_others_from_then_on()
         2, Link(1.0), faults=FaultPlan().hang(0, at_s=0.2, for_s=50.0), needs_all_members=False
     )
     view = View(1, ("0", "1"), (0,), (("0", "1"),))
-    member = Mock(connected={"1"})
+    member = Mock(connected_names={"1"})
 
     async def watch(runtime: VirtualRuntime) -> float:
         connections = Connections(runtime, member, lambda: view, 2.0, False, lambda: None)

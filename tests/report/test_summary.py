@@ -59,7 +59,7 @@ def test_every_figure_has_its_row() -> None:
 
 
 def test_a_run_that_was_stopped_and_simulated_says_so() -> None:
-    rows = dict(rendered(summary={**SUMMARY.to_json(), "stopped": True}, simulated=True))
+    rows = dict(rendered(summary={**SUMMARY.to_json(), "stopped": True}, is_simulated=True))
     assert rows["steps"] == "1,000, stopped early"
     assert rows["duration, simulated"] == "1:23:45"
     assert rows["compute, simulated"] == "0:33:20   40.0 %"

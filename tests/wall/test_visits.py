@@ -48,7 +48,9 @@ class Run:
         return self._elastic(runtime, range(size), takes=takes)
 
     def _elastic(self, runtime: WallRuntime, ranks: Any, **options: Any) -> Any:
-        runtime.elastic = create_elastic(runtime, ranks, patience_s=10 * PATIENCE_S, returns=True, **options)
+        runtime.elastic = create_elastic(
+            runtime, ranks, patience_s=10 * PATIENCE_S, can_return=True, **options
+        )
         return runtime.elastic
 
     def next_of(self, rank: int) -> Access:

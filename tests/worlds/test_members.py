@@ -304,9 +304,9 @@ async def waits_for_nobody(runtime: Runtime) -> list[int]:
     async def note(which: str) -> None:
         while True:
             rank = await getattr(runtime.comm, which)()
-            told.append(rank if which == "arrival" else -rank)
+            told.append(rank if which == "wait_for_join" else -rank)
 
-    for which in ("arrival", "departure"):
+    for which in ("wait_for_join", "wait_for_leave"):
         runtime.launch(note(which))
     await runtime.sleep_until(20.0)
     return told
