@@ -145,7 +145,7 @@ class _LookedAt:
     def __init__(self, task: Workload, samples: int) -> None:
         self._task, self._samples = task, samples
 
-    def datasets(self) -> tuple[Dataset, Dataset]:
+    def load_datasets(self) -> tuple[Dataset, Dataset]:
         train, _ = self._task.load_datasets()
         return train, Subset(train, torch.arange(min(self._samples, len(train))))
 

@@ -131,7 +131,7 @@ class _Prepared:
     def __init__(self, task: Workload) -> None:
         self._task = task
 
-    def model(self, generator: torch.Generator) -> nn.Module:
+    def build_model(self, generator: torch.Generator) -> nn.Module:
         return self._task.build_model(generator).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def __getattr__(self, name: str) -> Any:

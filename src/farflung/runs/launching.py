@@ -96,7 +96,8 @@ def fork_worker_parent() -> Iterator[None]:
 
 
 def _serve_in_fork(read_fd: int, write_fd: int) -> None:
-    """Runs :func:`farflung.runs.workers.serve` on the pipe's read end in a session of its own, and exits with its code."""
+    """Runs :func:`farflung.runs.workers.serve` on the pipe's read end in a session of its own, and exits with its
+    code."""
     os.setsid()
     os.close(write_fd)
     sys.exit(serve(read_fd))

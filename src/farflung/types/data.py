@@ -257,8 +257,8 @@ class Gate(Protocol):
 class Sharing:
     """Policy for sending samples to other replicas, for one step or permanently; this base class sends none.
 
-    To lend samples, override :meth:`is_injection_due` and :meth:`inject_samples`. A sharing that moves samples permanently
-    derives from
+    To lend samples, override :meth:`is_injection_due` and :meth:`inject_samples`. A sharing that moves samples
+    permanently derives from
     :class:`farflung.data.PermanentSharing`.
     """
 
