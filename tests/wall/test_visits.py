@@ -45,7 +45,7 @@ class Run:
         options: Any = {"members": range(size), "connect_timeout_s": PATIENCE_S, "deadline_s": PATIENCE_S}
         runtime = self.runtimes[rank] = WallRuntime(rank, RANKS, store, **options)
         takes = JoinTerms({}, RANKS, self.published[rank].put)
-        return self._elastic(runtime, range(size), takes=takes)
+        return self._elastic(runtime, range(size), join_terms=takes)
 
     def _elastic(self, runtime: WallRuntime, ranks: Any, **options: Any) -> Any:
         runtime.elastic = create_elastic(

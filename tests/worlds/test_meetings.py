@@ -59,7 +59,7 @@ def meets_again(rank: int, size: int, store: dist.Store, *, by: str) -> list[str
         os.environ.pop("RANK", None)
         if rank == 0:
             alone = pytest.raises(DeadlinePassed, match=r"lost rank 1: .* its address in the store")
-            with mock.patch(f"{module}._JOIN_S", 0.2), alone:
+            with mock.patch(f"{module}._CONNECT_TIMEOUT_S", 0.2), alone:
                 farflung.ddp_hook("int8") if by == "hook" else trains_by_attach(rank, size, store)
             store.set("tried", "")
         store.get("tried")

@@ -97,7 +97,8 @@ def fork_worker_parent() -> Iterator[None]:
 
 def _serve_in_fork(read_fd: int, write_fd: int) -> None:
     """Runs :func:`farflung.runs.workers.serve` on the pipe's read end in a session of its own, and exits with its
-    code."""
+    code.
+    """
     os.setsid()
     os.close(write_fd)
     sys.exit(serve(read_fd))
