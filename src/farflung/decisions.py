@@ -203,7 +203,7 @@ async def decide_by_rank_0(
     timing: bool = True,
     purpose: Purpose = Purpose.DECISION,
 ) -> Decision:
-    """Calls ``choose_collective`` on rank 0 and broadcasts its value as JSON to all ranks.
+    """Calls ``choose`` on rank 0 and broadcasts its value as JSON to all ranks.
 
     Args:
       comm: Communicator of the view whose rank 0 decides.

@@ -197,7 +197,7 @@ def attach(
     if reason := parts.schedule.attach_refusal or _explain_refusal(parts):
         raise Unsupported(
             f"attach cannot follow recipe {parsed_recipe.text}: {reason}; use farflung train, or this "
-            f"recipe.but({_suggest_changes(parts)}), which comes nearest"
+            f"recipe.with_components({_suggest_changes(parts)}), which comes nearest"
         )
     if nonfinite not in (None, *ON_NONFINITE):
         raise ConfigError(

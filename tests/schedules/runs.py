@@ -107,8 +107,8 @@ class Run:
     def __post_init__(self) -> None:
         given = {"steps": 20, "batch_size": 4, "learning_rate": 0.05, "seed": 3, **self.settings}
         self.training = Training(**given)
-        link = None if "network" in self.around else self.link
-        self.world = VirtualWorld(self.size, link, self.seconds_per_sample, **self.around)
+        world = {"network": self.link, **self.around}
+        self.world = VirtualWorld(self.size, seconds_per_sample=self.seconds_per_sample, **world)
         self.events: list[list[Event]] = [[] for _ in range(self.size)]
         self.replicas = [self._replica(rank) for rank in range(self.size)]
         first = self.replicas[0]

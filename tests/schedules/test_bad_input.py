@@ -117,7 +117,8 @@ def test_attach_names_the_nearest_recipe_that_it_carries(
     model, chosen = nn.Linear(2, 2), parse_recipe(preset).with_components(**members)
     changes = ", ".join(f"{family}={text!r}" for family, text in nearest.items())
     with pytest.raises(
-        Unsupported, match=f"cannot follow recipe {preset}.*{re.escape(f'recipe.but({changes}),')}"
+        Unsupported,
+        match=f"cannot follow recipe {preset}.*{re.escape(f'recipe.with_components({changes}),')}",
     ):
         attach(model, torch.optim.SGD(model.parameters(), 0.1), chosen)
     assert not describe_attach_support(chosen.with_components(**nearest)).startswith("no")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from farflung.errors import ReplicaSuspended, StateOutdated
 from farflung.membership.connections import build_payload
+from farflung.membership.exchanges import LoggedExchange
 from farflung.membership.giving import REQUESTS, ContentName
 from farflung.tasks import Pending
 from farflung.trees import unpack_tensors
@@ -151,9 +152,9 @@ class Follower:
         self._numbers: dict[tuple[int, int], int] = {}
         self.results: dict[int, tuple[Tensor, ...]] = {}
         """Fetched results, by number."""
-        self.followed_exchanges: dict[int, Any] = {}
+        self.followed_exchanges: dict[int, LoggedExchange[Any]] = {}
         """Exchanges that have received their results, by number."""
-        self._waiting_exchanges: dict[tuple[int, int], Any] = {}
+        self._waiting_exchanges: dict[tuple[int, int], LoggedExchange[Any]] = {}
         """Exchanges that wait for their results, by exchange and part."""
         self._step: int | None = None
         """Step that the replica follows; ``None`` until it has taken the snapshot."""
@@ -191,7 +192,7 @@ class Follower:
                 self._request_admission_once()
             await self._wait_for_event()
 
-    def follow_exchange(self, logged: Any) -> None:
+    def follow_exchange(self, logged: LoggedExchange[Any]) -> None:
         """Gives an exchange its result once it has arrived."""
         if (error := self._find_error()) is not None:
             logged.result.set_exception(error)
@@ -287,6 +288,8 @@ class Follower:
     def handle_news(self, rank: int, text: bytes) -> None:
         """Handles news of a member; raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is malformed."""
         news = json.loads(text)
+        if not isinstance(news, dict):
+            raise TypeError("news is no object")
         if (offer := news.get("offer")) is not None and offer["view"] >= self._view_number:
             self._release(rank)
             parts = {str(digest): int(nbytes) for digest, nbytes in offer["parts"]}

@@ -150,7 +150,7 @@ class Joiner:
                 try:
                     text, *piece = payload.iter_tensors()
                     handle(self.follower, source, bytes(text.numpy()), *piece)
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     self._agreement.mark_lost(str(source), is_malformed=True)
 
     def handle_view(self, view: View) -> None:

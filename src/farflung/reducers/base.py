@@ -133,7 +133,7 @@ def format_codec(codec: Codec) -> str:
     """Returns a codec in recipe syntax; takes some microseconds.
 
     >>> from farflung.codecs import QSGD, error_feedback
-    >>> get_codec_method(error_feedback(QSGD(bits=4)))
+    >>> format_codec(error_feedback(QSGD(bits=4)))
     'error_feedback(codec=qsgd(bits=4))'
     """
     return format_spec(codec, CODECS | _FACTORY_CLASSES)

@@ -73,7 +73,7 @@ class DrawRule:
           scores: Last scores of all samples, :data:`UNSCORED` if there is none.
           size: M, at most the number of samples.
           labels: Numbers that identify this choice.
-          is_two_stage: True for rule ``is_two_stage``.
+          is_two_stage: True for rule ``two``.
 
         Returns:
           Their indices, and v.
