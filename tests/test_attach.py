@@ -33,7 +33,7 @@ def test_a_bucket_makes_few_stops_and_the_design_names_them(pool: Pool) -> None:
     figure = design[design.index("```mermaid") : design.index("* A codec encodes")]
     for stops, functions in pool.run(2, "tests.attach_jobs.step_functions"):
         assert stops[0].startswith("GradientBuckets._create_hook")
-        assert stops[-1] == "Link._write"
+        assert stops[-1] == "Connection._send_pending"
         assert len(stops) <= STOPS, stops
         assert not [stop for stop in stops if stop.rpartition(".")[2] not in figure]
         assert len(functions) <= FUNCTIONS, (
