@@ -48,7 +48,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     labels = json.loads(train) + json.loads(test)
-    for index, (image, (name, md5)) in enumerate(zip(images, CIFAR10.files.items(), strict=True)):
+    for index, (image, (name, md5)) in enumerate(zip(images, CIFAR10.checksums.items(), strict=True)):
         content = records(image, labels[10_000 * index : 10_000 * (index + 1)])
         found = hashlib.md5(content).hexdigest()
         if found != md5:

@@ -11,10 +11,17 @@ from pathlib import Path
 
 import torch
 
-from farflung.calibration import calibrate, coding_points, coding_tasks, forward_flops, ladder, message_costs
+from farflung.calibration import (
+    build_coding_tasks,
+    build_ladder,
+    calibrate,
+    count_forward_flops,
+    measure_coding,
+    measure_message_cpu_costs,
+)
 from farflung.config import Training
-from farflung.devices import CodingRates, DeviceProfile, device_toml
-from farflung.workloads import workload
+from farflung.devices import CodingRates, DeviceProfile, format_device
+from farflung.workloads import create_workload
 
 WORKLOAD, BATCH_SIZE = "cifar10/resnet20", 16
 CODECS = (
@@ -50,20 +57,20 @@ TARGET = Path(__file__).parents[1] / "src" / "farflung" / "devices" / "reference
 def main() -> int:
     """Measures, and writes the file."""
     torch.set_num_threads(1)
-    work = workload(WORKLOAD)
+    work = create_workload(WORKLOAD)
     trained = calibrate(work, Training.resolve(work.defaults, {"batch_size": BATCH_SIZE})).device
     sample_s = trained.forward_per_sample_s + trained.backward_per_sample_s
-    tasks = {task.name: task for task in (*coding_tasks(), *coding_tasks(CODECS, REDUCERS))}
-    points = coding_points(
-        tasks.values(), ladder(), rounds=ROUNDS, begins=lambda name: print(name, flush=True)
+    tasks = {task.name: task for task in (*build_coding_tasks(), *build_coding_tasks(CODECS, REDUCERS))}
+    points = measure_coding(
+        tasks.values(), build_ladder(), rounds=ROUNDS, on_begin=lambda name: print(name, flush=True)
     )
-    device = DeviceProfile(_processor(), coding=CodingRates(points, *message_costs()))
+    device = DeviceProfile(_processor(), coding=CodingRates(points, *measure_message_cpu_costs()))
     notes = [
         "Written by scripts/measure_reference_device.py; see there.",
         f"{_processor()}, one thread, torch {torch.__version__}; flops_per_s: {WORKLOAD}, batches of {BATCH_SIZE}",
     ]
-    passes = 3 * forward_flops(work)  # the backward pass makes two products for one of the forward pass
-    text = device_toml(device, notes=notes).splitlines(keepends=True)
+    passes = 3 * count_forward_flops(work)  # the backward pass makes two products for one of the forward pass
+    text = format_device(device, comments=notes).splitlines(keepends=True)
     kept = [line for line in text if not line.startswith(("backward_s", "cores", "optimizer_s", "slowdown"))]
     TARGET.write_text(
         "".join(
