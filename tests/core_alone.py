@@ -73,7 +73,7 @@ def simulate() -> None:
     assert f"final_accuracy {run.summary['final_accuracy']}" in lines
     assert any(line.startswith("time_s.compute ") for line in lines)
     found = farflung.compare(["ring"], workload="synthetic/quadratic", workers=2, steps=3)
-    assert {"network wifi-10mbps", "recipe ring", "reached 1"} <= set(str(found).splitlines())
+    assert {"network wifi-10mbps", "recipe ring", "num_reached 1"} <= set(str(found).splitlines())
 
 
 def refusal(attempt: Callable[[], object]) -> str:
