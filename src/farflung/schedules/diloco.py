@@ -112,25 +112,11 @@ class StreamingDiLoCo(Schedule):
     r"""DiLoCo for one fragment of the model after the other, whose means are merged ``delay`` steps late.
 
     Every H / P steps the next of P fragments starts its exchange of the current :math:`\Delta_j = w_j - a`. ``delay``
-    steps later the mean arrives:
+    steps later the mean arrives. A fragment has every P-th gradient bucket.
 
     .. math::
         v \leftarrow \mu v + \bar\Delta, \qquad a \leftarrow a + \eta (\bar\Delta + \mu v), \qquad
         w_j \leftarrow (1 - \alpha)\, a + \alpha\, w_j
-
-    The number of bytes equals that of :class:`farflung.schedules.DiLoCo`, in P pieces at equal intervals, overlapped
-    with the next steps. Local updates during the delay remain with the share :math:`\alpha` only. With ``keep`` they
-    are added, :math:`w_j \leftarrow (1 - \alpha)(a + u_j) + \alpha w_j` with :math:`u_j` those updates. Replicas with
-    identical batches, an outer rate of 1 and no outer momentum then equal a single worker, at any delay.
-
-    With one fragment, no delay and ``mix`` 0 this is DiLoCo. With ``mix`` above 0 replicas are never exactly equal:
-    evaluation uses the mean of their parameters, and a run ends with it.
-
-    A fragment has every P-th gradient bucket, so that each has layers from all of the model. Choose a small
-    ``bucket_nbytes``, so that there are many more buckets than fragments; with fewer buckets some turns move nothing. A
-    fragment is one exchange for each dtype.
-
-    Memory: two copies of the parameters, and two of a fragment in flight.
 
     Args:
       sync_every: H, number of steps between two exchanges of a fragment; a multiple of ``fragments``.
@@ -141,14 +127,12 @@ class StreamingDiLoCo(Schedule):
       outer_rate: :math:`\eta`.
       outer_momentum: :math:`\mu`.
       nesterov: True for Nesterov momentum.
-      optimizer_state: See :class:`farflung.schedules.LocalSGD`; averages are computed, and awaited, when a fragment is
-        merged.
+      optimizer_state: See :class:`farflung.schedules.LocalSGD`; averages are computed when a fragment is merged.
 
     Raises:
       ConfigError: an option is out of range.
 
-    References: Douillard et al. 2025 (Streaming DiLoCo), Alg. 2. It exchanges in 4 bits, for which there are codecs.
-    The defaults are from secondary sources. Fragments of buckets are our choice.
+    References: Douillard et al. 2025 (Streaming DiLoCo), Alg. 2. Fragments of buckets are our choice.
     """
 
     sync_every: int = 100
