@@ -26,26 +26,13 @@ class DiLoCo(Schedule):
         \Delta = \frac{1}{n} \sum_j (w_j - a), \qquad v \leftarrow \mu v + \Delta, \qquad
         a \leftarrow a + \eta (\Delta + \mu v), \qquad w_j \leftarrow a
 
-    All replicas start from the anchor a. The outer optimizer is SGD with Nesterov momentum. With ``outer_rate`` 1 and
-    ``outer_momentum`` 0 this equals :class:`farflung.schedules.LocalSGD` bit for bit. Replicas wait for the mean;
-    :class:`farflung.schedules.StreamingDiLoCo` waits less.
-
-    Anchor and outer momentum are equal on all replicas, and stored once in a checkpoint. They take two copies of the
-    parameters, and the sent tensor takes one more until it is merged. The optimizer of the run is the inner one, AdamW
-    in the paper.
-
-    Between exchanges evaluation uses the mean of the replicas' parameters, and a run ends with it. The number of steps
-    should be a multiple of ``sync_every``. An exchange that no step follows sets the parameters to the plain mean, as
-    with rate 1 and no momentum, because the outer step would overshoot (our choice; needs a known run length).
-
-    Early in training replicas diverge fast, and long blocks cost most. In a warm-up the exchange after that of step s
-    follows max(1, H s / ``warmup``) steps later, rounded down, and the last one after ``warmup`` steps. Each sets the
-    parameters to the plain mean. There are about (1 + ln H) ``warmup`` / H exchanges. This is our choice; the paper
-    starts from a model trained for 24,000 of its 88,000 steps without DiLoCo.
+    All replicas start from the anchor a. Rate 1 without momentum equals :class:`farflung.schedules.LocalSGD` bit for
+    bit. An exchange that no step follows sets the parameters to the plain mean (our choice; needs a known run length).
 
     Args:
       sync_every: H, number of steps between two exchanges.
-      warmup: Number of steps with shorter blocks; 0 for none.
+      warmup: Number of steps with shorter blocks; 0 for none. After step s a block has max(1, H s / ``warmup``) steps,
+        rounded down, and its exchange sets the parameters to the plain mean. Our choice.
       outer_rate: :math:`\eta`.
       outer_momentum: :math:`\mu`.
       nesterov: True for Nesterov momentum; otherwise :math:`a \leftarrow a + \eta v`.
