@@ -150,6 +150,7 @@ def attach(
     Each ``loss.backward()`` exchanges gradients. When it returns, ``p.grad`` holds the gradient for the optimizer, or
     ``None`` if the schedule has none for this step. Parameters and buffers start from rank 0's. With local steps, such
     as delayed updates, ``optimizer.step()`` exchanges its change of the parameters instead.
+    Without a launcher there is one replica, and nothing is exchanged.
 
     Args:
       model: Model that this loop trains; it may be compiled, but not wrapped in DistributedDataParallel or FSDP.

@@ -138,11 +138,12 @@ class TcpModel:
     r"""TCP model of one connection in one direction: how much of a message may leave when.
 
     Bits leave in flights of at most one window :math:`W`, one for each round trip :math:`R`. Acknowledged bits are
-    added to a window if more than half of it was used. A flight that takes a whole round trip has saturated the path:
-    the rest follows without a pause, until the connection idles. CUBIC and Reno halve the window of an idle connection
-    once for each retransmission timeout, down to the first one. BBR paces instead: :math:`n` bytes take at least
-    :math:`d = 8 n / (g E)`, with :math:`g = 2 / \ln 2` and E the largest estimate of the bandwidth so far. A message
-    that ends before it is acknowledged counts as the first of these estimates, and the second in regular use:
+    added to a window if more than half of it was used, so it doubles from ten segments on (slow start). A flight that
+    takes a whole round trip has saturated the path: the rest follows without a pause, until the connection idles. CUBIC
+    and Reno halve the window of an idle connection once for each retransmission timeout, down to the first one. BBR
+    paces instead: :math:`n` bytes take at least :math:`d = 8 n / (g E)`, with :math:`g = 2 / \ln 2` and E the largest
+    estimate of the bandwidth so far. A message that ends before it is acknowledged counts as the first of these
+    estimates, and the second in regular use:
 
     .. math:: E = \frac{8 n}{R + d}, \qquad E = \Big(1 - \frac{1}{g}\Big) \frac{8 n}{R} = 0.653\, \frac{8 n}{R}
 
