@@ -63,37 +63,13 @@ def ddp_hook(
 
     Register it by ``ddp.register_comm_hook(*farflung.ddp_hook("int8"))``. All ranks of the group must call this before
     the first backward pass. They connect here, or with the first bucket if there is no process group yet. Gradients
-    travel over farflung's own connections, which support any payload, have lower latency than the backend's
-    collectives, and are encrypted between machines. If settings differ between ranks, the error names the setting.
+    travel over farflung's own connections, which are encrypted between machines.
 
-    If an exchange fails, ``backward()`` raises farflung's own error, :attr:`HookState.error`::
-
-        try:
-            loss.backward()
-        except farflung.errors.PeerLost as error:
-            ...  # start again from a checkpoint, without error.rank and with a new DDP
-
-    DDP's own messages, such as buffers before a forward pass, use the process group. If one of these fails first, the
-    error is the group's ``RuntimeError``.
-
-    Gradients are regrouped into fixed buckets of about the size of DDP's. Residuals and other codec state therefore
-    stay valid when DDP rebuilds its own buckets after the first step. In the first step DDP has a single bucket, and
-    nothing overlaps with the backward pass.
-
-    DDP's ``join()``, ``static_graph``, ``skip_all_reduce_unused_params`` and ``backward(create_graph=True)`` work as
-    with PyTorch's hooks. A parameter that DDP skips in the first backward pass must stay unused, and all ranks must use
-    the same parameters; otherwise all of them raise an error. With ``static_graph`` and parameters of several types,
-    the first gradients are summed uncompressed. State and hook can be saved and copied with the DDP: see
-    :class:`HookState`.
-
-    With ``fall_back_if_slower``, the first 13 steps alternate between the hook and DDP's own all-reduce. The hook stays
-    active if its time, summed over the ranks, was less in at least four of the last five pairs of steps. Otherwise
-    DDP's all-reduce takes over on all ranks; see :attr:`HookState.is_active`. Timed steps synchronize with the device.
-    DDP's own all-reduce is not encrypted by farflung, and residuals of error feedback are not sent after a fallback.
+    If an exchange fails, ``backward()`` raises farflung's own error, :attr:`HookState.error`. Start again from a
+    checkpoint with a new DDP, without the rank in ``error.rank``. State and hook can be saved: see :class:`HookState`.
 
     Args:
-      compression: Codec or reducer, or its name with options: ``"error_feedback(topk(0.01))"``, ``"powersgd(rank=2)"``,
-        ``"codec(qsgd(), phases='two')"``.
+      compression: Codec or reducer, or its name with options: ``"error_feedback(topk(0.01))"``, ``"powersgd(rank=2)"``.
       group: Process group of DDP; the default group if not given.
       bucket_nbytes: Size at which one of the hook's own buckets is closed.
       fall_back_if_slower: Enables a fallback to DDP's own all-reduce unless the hook is clearly faster.
@@ -109,7 +85,7 @@ def ddp_hook(
       UnknownName: No codec or reducer has this name.
       ConfigError: An option is out of range, or the argument is neither a codec nor a reducer.
       Unsupported: The reducer uses collective ``native``.
-      ProtocolError: Ranks have different settings.
+      ProtocolError: Ranks have different settings; names the setting.
       DeadlinePassed: A rank did not connect in time.
     """
     reducer = _build_reducer(compression)

@@ -147,47 +147,33 @@ def attach(
 ) -> Handle:
     """Connects the replicas that torchrun, srun or mpirun started, so that they train ``model`` together.
 
-    The loop stays the same. Each ``loss.backward()`` exchanges gradients while autograd runs. When it returns,
-    ``p.grad`` holds the gradient for the optimizer, or ``None`` if the schedule has none for this step. Parameters and
-    buffers start from rank 0's. Without a launcher there is one replica, and nothing is exchanged.
-
-    If replicas step on their own gradients (delayed updates), each ``optimizer.step()`` exchanges its change of the
-    parameters. Parameters then differ between replicas until :meth:`Handle.finish`, and
-    :meth:`Handle.use_averaged_model` provides the model to evaluate. With a ``GradScaler``, each replica scales its own
-    loss. Pipelined schedules do not support one, since they would unscale a gradient by the scale of a later step.
-
-    As under DistributedDataParallel, a parameter that no replica used has no gradient, and replicas that did not use a
-    parameter contribute zeros. Frozen parameters are not exchanged and must stay frozen until :meth:`Handle.finish`.
+    Each ``loss.backward()`` exchanges gradients. When it returns, ``p.grad`` holds the gradient for the optimizer, or
+    ``None`` if the schedule has none for this step. Parameters and buffers start from rank 0's. With local steps, such
+    as delayed updates, ``optimizer.step()`` exchanges its change of the parameters instead.
+    Without a launcher there is one replica, and nothing is exchanged.
 
     Args:
       model: Model that this loop trains; it may be compiled, but not wrapped in DistributedDataParallel or FSDP.
-      optimizer: Optimizer that steps on the exchanged gradients, or a wrapper of one, such as Accelerate's. Inside
-        Accelerate's ``accumulate()`` nothing is exchanged until its optimizer steps.
+      optimizer: Optimizer that steps on the exchanged gradients, or a wrapper of one, such as Accelerate's.
       recipe: Recipe or its name, with changes in brackets: ``"ring(codec=int8)"``.
       seed: Seed of random codecs, equal on all ranks.
-      deadline_s: Seconds without any message after which a replica that is waited for counts as lost. One that answers
-        may be busy for ten times as long.
+      deadline_s: Seconds of silence after which an awaited replica is lost; one that answers may take ten times as
+        long.
       launch_env: Rank and size of this replica; read from the environment by default.
       store: Store in which the replicas find each other; by default the one at ``MASTER_ADDR``.
       endpoint: Settings of this replica's connections.
-      network: Profile of the network, or its name, from which ``auto`` selects the fastest collective. By default the
-        network is measured: see :meth:`farflung.wall.WallRuntime.resolve_collective`.
+      network: Profile or name of the network, from which ``auto`` selects the fastest collective; measured by default.
       nonfinite: Action on all replicas if a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
-        that replica from it, except for buckets sent earlier. Checking a bucket synchronizes with the device. ``None``
-        checks nothing, as under DistributedDataParallel, and is meant for loops with a ``GradScaler``.
-      sampler: Sampler of this rank's batches. With rule ``auto`` it learns from gradients and scores of all ranks
-        when to draw by importance.
+        that replica from it, except for buckets sent earlier. ``None`` checks nothing, for loops with a ``GradScaler``.
+      sampler: Sampler of this rank's batches. With rule ``auto`` it learns from gradients and scores of all ranks.
       elastic: Smallest number of replicas with which the run continues after losses, see :attr:`Handle.members`; 0 ends
         the run at the first loss.
       quorum: ``majority``, or ``1``: replicas cut off from the majority continue alone, each group with its own model.
-      sink: Sink for one event per step of this replica: its seconds, seconds waited for exchanges, bytes sent so far.
-        For example :class:`farflung.loggers.RunLog`.
+      sink: Sink for one event per step of this replica, for example :class:`farflung.loggers.RunLog`.
 
     Raises:
       UnknownName: No recipe or network has this name.
-      Unsupported: The recipe conflicts with an external loop, the optimizer needs a closure but results come late, or
-        the model has an unsupported wrapper (DistributedDataParallel, FSDP), sparse gradients, or complex or lazy
-        parameters.
+      Unsupported: Recipe, optimizer or model cannot be used in an external loop; names the reason.
       ConfigError: The optimizer does not belong to the model, the model is attached already, or the environment lacks
         the rendezvous address.
       RunLost: A replica did not connect in time.

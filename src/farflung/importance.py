@@ -153,34 +153,12 @@ class BatchIterator(Iterator[tuple[DrawnBatch, Any]]):
 
 
 class ImportanceSampler(Sampler[list[int]]):
-    r"""Batch sampler that scores candidates and draws each weighted batch from them.
+    """Batch sampler that scores candidates and draws each weighted batch from them.
 
-    >>> from torch.utils.data import TensorDataset
-    >>> data = TensorDataset(torch.randn(200, 3), torch.randn(200, 1))
-    >>> model = torch.nn.Linear(3, 1)
-    >>> def losses(model, batch):  # one loss for each sample
-    ...     inputs, targets = batch
-    ...     return (model(inputs) - targets).square().squeeze(1)
-    >>> sampler = ImportanceSampler(data, batch_size=10)
-    >>> loader = DataLoader(data, batch_sampler=sampler)
-    >>> for drawn, batch in sampler.iter_batches(loader, model, losses):
-    ...     drawn.reduce_losses(losses(model, batch)).backward()
-
-    The rules are those of ``grouped_importance``, see :class:`farflung.sampling.DrawRule`. The loader's batches are the
-    candidates, and a batch is drawn from their rows without replacement. Rule ``auto`` is ``pool`` or ``two``. If this
-    sampler was passed to :func:`farflung.attach`, ``auto`` is uniform while importance sampling has no gain, see
-    :class:`farflung.sampling.Gain`, and the loader then loads only batches. The mean over the batches of R ranks, whose
-    shares of n samples make N, is an unbiased estimate of the mean over all samples. Weights are multiplied by
-    :math:`n R / N`, which is 1 for shares of equal sizes. Under rule ``pool`` this holds over a pass, whose candidates
-    take turns, and under ``two`` for each batch.
-
-    Scores are computed in evaluation mode, without side effects on the model. Each module's mode is restored.
-
-    Under torch.distributed or torchrun the ranks have disjoint shares: every R-th sample of a shuffled order, as with
-    :class:`torch.utils.data.DistributedSampler`. Otherwise ``rank`` and ``size`` select the share.
-
-    A loader with workers requests candidates ahead of the loop, so under ``two`` they are drawn by older scores. A pass
-    has the number of batches of a uniform pass that drops an incomplete last batch; it does not visit all samples.
+    The loader's batches are the candidates; :meth:`iter_batches` draws from their rows without replacement, by the
+    rules of :class:`farflung.sampling.DrawRule`. The mean over the batches of R ranks, whose shares of n samples make
+    N, is an unbiased estimate of the mean over all samples. Weights are multiplied by :math:`n R / N`. Ranks have
+    disjoint shares: every R-th sample of a shuffled order.
 
     Args:
       dataset: Map-style data set of the loader.

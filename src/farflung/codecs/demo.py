@@ -30,17 +30,13 @@ class DeMo(TransformCodec):
         m \leftarrow \beta m + g, \qquad \text{send } q = \mathrm{DCT}^{-1}(\mathrm{top}_k(\mathrm{DCT}(m))), \qquad
         m \leftarrow m - q
 
-    Each matrix is cut into blocks of at most ``chunk`` by ``chunk`` numbers, as large as divides it evenly; a vector
-    into runs of at most ``chunk``. A tensor of more dimensions is a matrix of its first and all others. The ``keep``
-    largest components of each block's orthonormal discrete cosine transform are sent with their indices.
+    A matrix is cut into blocks of at most ``chunk`` by ``chunk`` numbers, as large as divides it evenly; a vector into
+    runs of at most ``chunk``. A tensor of more dimensions is a matrix of its first and all others. The transform is
+    orthonormal. If the payload is no smaller than the dense tensor, all components are sent, with zeros for the dropped
+    ones. Non-finite numbers make their block non-finite in the decoded tensor, and are then cleared.
 
     The momentum belongs to this codec, so set the optimizer's to 0. The paper steps on the sign of the decoded
-    gradient: use ``--optimizer sign_sgd``, or :class:`farflung.optimizers.SignSGD` in other loops, with a learning
-    rate as for Adam.
-
-    Not linear: replicas send different components, which are gathered. Biased, with its own error feedback.
-    Non-finite numbers make their block non-finite in the decoded tensor, and are then cleared. If the payload is no
-    smaller than the dense tensor, all components are sent, with zeros for the dropped ones.
+    gradient, as ``--optimizer sign_sgd`` and :class:`farflung.optimizers.SignSGD` do.
 
     Args:
       decay: :math:`\beta`, at least 0 and below 1.
@@ -51,8 +47,7 @@ class DeMo(TransformCodec):
       ConfigError: An option is out of range.
 
     References: Peng, Quesnelle & Kingma 2024 (DeMo), Alg. 1, with the defaults of their code. Their momentum includes
-    the learning rate, and a component is averaged over the replicas that send it. Here gradients do not include it,
-    and the mean is over all replicas, so more signs follow the majority.
+    the learning rate. Here the mean of a component is over all replicas, also those that do not send it.
     """
 
     decay: float = 0.999

@@ -29,15 +29,11 @@ class DGC(SparseCodec):
         u_t = m u_{t-1} + g_t, \quad v_t = v_{t-1} + u_t, \quad
         M_t = \mathrm{top}_\rho(|v_t|), \quad \text{send } v_t \odot M_t,
 
-    Entries that are sent are cleared in both: :math:`v_t \odot (1 - M_t)`, :math:`u_t \odot (1 - M_t)` (momentum
-    factor masking). With ``nesterov`` :math:`u_t = m (u_{t-1} + g_t)` and :math:`v_t = v_{t-1} + u_t + g_t`.
+    Entries that are sent are cleared in both, u and v. With ``nesterov`` :math:`u_t = m (u_{t-1} + g_t)` and
+    :math:`v_t = v_{t-1} + u_t + g_t`. **The momentum of the optimizer must be 0**, since this codec includes it.
 
-    **The momentum of the optimizer must be 0**, since this codec includes it. Weight decay in the optimizer acts
-    immediately, without momentum; the authors' code gives it a separate buffer.
-
-    Each matrix or convolution weight has its own threshold. Vectors and scalars are sent as :math:`u_t`, which after
-    averaging is ordinary momentum. A tensor without :attr:`farflung.types.TensorSpec.spans` is one part. Non-finite
-    entries are sent first and cleared. Gradient clipping belongs to the schedule.
+    Each matrix or convolution weight has its own threshold, a tensor without :attr:`farflung.types.TensorSpec.spans` a
+    single one. Vectors and scalars are sent as :math:`u_t`. Non-finite entries are sent first and cleared.
 
     Args:
       density: Fraction of entries sent after the warm-up, in (0, 1]; 1 - sparsity in the paper.
@@ -49,8 +45,7 @@ class DGC(SparseCodec):
     Raises:
       ConfigError: An option is out of range.
 
-    References: Lin et al. 2018, Alg. 1 and 2, with the warm-up of the authors' code; exact thresholds in place of
-    their sampled ones.
+    References: Lin et al. 2018, Alg. 1 and 2, with the warm-up of the authors' code, and exact thresholds.
     """
 
     density: float = 0.001

@@ -290,20 +290,17 @@ class CodedLogisticRegression(CodedClassifier):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CodedLinearSVC(CodedClassifier):
-    """Linear support vector machine, as scikit-learn's ``LinearSVC``.
-
-    More than two classes are one-vs-rest, with the products of all classes in the same rounds.
+    """Linear support vector machine, as scikit-learn's ``LinearSVC``; more than two classes are one-vs-rest.
 
     Args:
       loss: Loss, ``"squared_hinge"``, or ``"hinge"`` with a parabola as its kink.
       C: Weight of the losses, above 0: a larger weight means a weaker penalty; ``numpy.inf`` means none.
       fit_intercept: True to fit an intercept, penalised as the weight of a constant feature.
       intercept_scaling: Constant feature: a larger one reduces the effect of the intercept's penalty.
-      class_weight: Factors of the losses of classes, by label; ``"balanced"`` is their inverse frequency. With
-        more than two classes, a class's factor applies where it is the positive one, as in liblinear.
+      class_weight: Factors of the losses of classes, by label, where they are positive; or ``"balanced"``.
       solver: Solver, ``"lbfgs"`` or ``"gd"``; see :class:`farflung.coded.LBFGS` and :class:`farflung.coded.GD`.
-      tol: Gap at which the solver has converged: the bound of the objective above its minimum, relative to it;
-        1e-10 by default. Unlike scikit-learn's ``tol``, any larger value makes the coefficients less exact.
+      tol: Bound of the objective above its minimum, relative to it, at which the solver has converged; 1e-10 by
+        default.
       max_iter: Maximum number of iterates; each is a product with the samples and one with their transpose.
       learning_rate: Learning rate of ``"gd"``; by default derived from the samples.
       warm_start: True to start a further fit from the coefficients of the last one.

@@ -1,43 +1,27 @@
-"""Catalog of devices, and their TOML format.
+"""Catalog of devices, and their TOML format; the documentation's page on networks and devices lists all keys.
 
 .. code-block:: toml
 
-    name = "field camera"          # optional; the file's name otherwise
+    name = "field camera"
     forward_s = 0.004              # per sample; or flops_per_s, together with the model's forward_flops
     backward_s = 0.009             # optional: twice forward_s
-    optimizer_s = 0.001            # optional
-    step_s = 0.002                 # optional: other seconds of each step, such as loading samples
-    slowdown = 1.5                 # optional
     memory_nbytes = 4_000_000_000  # optional
-    cores = 2                      # optional: processors that a replica has for itself; below 2 it does not compute
-                                   # while it codes
-    message_s = 0.0001             # optional: per message, for its sender and for its receiver
-    copy_s_per_byte = 4e-10        # optional: per byte of a message, for both
-    encrypt_s_per_byte = 3e-9      # optional: additional time per byte if messages are encrypted
+    cores = 2                      # optional: processors that a replica has for itself
 
     [[layer]]                      # in forward order, in place of forward_s and backward_s
     numel = 16640
     forward_s = 0.001
     backward_s = 0.002
 
-    [[coding]]                     # times of a codec or reducer; zero without any of these and of the three above
+    [[coding]]                     # times of a codec or reducer
     operation = "encode"           # in the notation of farflung calibrate
     method = "topk(density=0.1)"   # in recipe syntax; absent for plain sums
     numel = [1024, 65536]          # elements of the dense tensor, ascending
-    seconds = [0.00002, 0.0009]    # for each size; interpolated between sizes, proportional above the last
+    seconds = [0.00002, 0.0009]    # for each size
 
     [[occasional]]                 # each step is slow with some probability
     probability = 0.05
     factor = 4
-
-    [[varying]]                    # each step has a random factor
-    spread = 0.1
-
-    [[scheduled]]                  # slow in an interval
-    begin_s = 60
-    end_s = 120
-    factor = 3
-    ranks = [2]                    # optional: all ranks otherwise
 """
 
 from __future__ import annotations

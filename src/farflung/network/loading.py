@@ -1,50 +1,27 @@
-"""Network profiles from TOML.
+"""Network profiles from TOML; the documentation's page on networks lists all keys.
 
 .. code-block:: toml
 
-    name = "office and field"          # optional; the file's name otherwise
-    congestion = "bbr"                 # optional, or "cubic", "reno": of TCP, which then has to find its rate
-    connections = 8                    # optional, or "auto": of each pair of nodes, for bulk
+    name = "office and field"
+    congestion = "bbr"
 
-    [default]                          # optional: the link of every pair that nothing else is said about
+    [default]
     latency_s = 0.02
-    bandwidth_bps = 50e6               # optional: no limit of its own
 
-    [[site]]                           # nodes that are alike to the network; they are numbered in this order
+    [[site]]
     name = "office"
-    nodes = 2                          # optional: as many as are left
-    inside = { latency_s = 0.0005 }    # optional: the link between two of them
-    up_bps = 100e6                     # optional: what one node can send, and receive
-    down_bps = 100e6
-    exit_bps = 50e6                    # optional: what all of them together can send to other sites, and receive
-    entry_bps = 50e6
+    nodes = 2
+    up_bps = 100e6
 
     [[site]]
     name = "field"
     nodes = 3
-    medium = "cell"                    # optional: shared by all flows of its sites
 
-    [[link]]                           # from each node of one site to each of another
+    [[link]]
     from = "office"
     to = "field"
-    both_ways = true                   # optional: false
     latency_s = 0.045
-    jitter_s = 0.01                    # optional: uniform, plus or minus
-    bandwidth_bps = 20e6               # optional: no limit of its own
-    loss = 0.001                       # optional: share of packets
-    shared = true                      # optional: all pairs share the bandwidth; otherwise each has as much
-
-    [[medium]]
-    name = "cell"
-    bandwidth_bps = "evening"          # any bandwidth may be the name of a trace
-    relayed = true                     # optional: from node to node crosses it twice
-
-    [[trace]]
-    name = "evening"
-    times_s = [0, 60, 120]             # or: file = "cell.csv", lines of seconds and bits per second
-    bandwidth_bps = [20e6, 5e6, 10e6]
-    end_s = 180
-    after = "repeat"                   # or "hold"; without it a run longer than the trace ends with an error
+    bandwidth_bps = 20e6
 """
 
 from __future__ import annotations

@@ -137,23 +137,15 @@ def compute_repair_s(
 class TcpModel:
     r"""TCP model of one connection in one direction: how much of a message may leave when.
 
-    Bits leave in flights of at most one window :math:`W`. The next flight begins when the first acknowledgement
-    of this one has arrived, a round trip :math:`R` after it began. Acknowledged bits are added to a window if
-    more than half of it was used, so it doubles from ten segments on (slow start). A flight that takes a whole
-    round trip has saturated the path: the rest follows without a pause, until the connection idles.
+    Bits leave in flights of at most one window :math:`W`, one for each round trip :math:`R`. Acknowledged bits are
+    added to a window if more than half of it was used, so it doubles from ten segments on (slow start). A flight that
+    takes a whole round trip has saturated the path: the rest follows without a pause, until the connection idles. CUBIC
+    and Reno halve the window of an idle connection once for each retransmission timeout, down to the first one. BBR
+    paces instead: :math:`n` bytes take at least :math:`d = 8 n / (g E)`, with :math:`g = 2 / \ln 2` and E the largest
+    estimate of the bandwidth so far. A message that ends before it is acknowledged counts as the first of these
+    estimates, and the second in regular use:
 
-    CUBIC and Reno halve the window of an idle connection once for each retransmission timeout, down to the first one.
-    BBR keeps its estimate, but paces: :math:`n` bytes take at least :math:`d = 8 n / (g E)` with :math:`g = 2 / \ln 2`
-    and the largest estimate :math:`E` of the bandwidth so far. A message that ends before it is acknowledged counts as
-
-    .. math:: E = \frac{8 n}{R + d}, \quad\text{in regular use}\quad
-        E = \Big(1 - \frac{1}{g}\Big) \frac{8 n}{R} = 0.653\, \frac{8 n}{R},
-
-    so it takes :math:`0.53\, R` to leave, however wide the path.
-
-    Not modelled: losses by full queues and the following congestion avoidance, the receiver's window, which
-    grows with the sender's, BBR's pauses every ten seconds, delayed acknowledgements. Open points of RFCs
-    follow Linux, and are compared with it in ``benchmarks/fidelity``.
+    .. math:: E = \frac{8 n}{R + d}, \qquad E = \Big(1 - \frac{1}{g}\Big) \frac{8 n}{R} = 0.653\, \frac{8 n}{R}
 
     Args:
       control: Congestion control.
@@ -162,7 +154,7 @@ class TcpModel:
     References: RFC 5681 Sec. 3.1 and 4.1 (slow start, restart after idling); RFC 6928 (ten segments); RFC 2861
     and 7661 (a window is halved for each timeout, and one that is not used does not grow); the drafts
     cardwell-iccrg-bbr-congestion-control and cheng-iccrg-delivery-rate-estimation (BBR). Flights as in
-    Cardwell, Savage and Anderson 2000.
+    Cardwell, Savage and Anderson 2000. Open points of RFCs follow Linux.
     """
 
     __slots__ = (

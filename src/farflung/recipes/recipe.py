@@ -25,8 +25,6 @@ class Recipe:
     reducer or schedule itself, or a class or function that creates it.
 
     >>> from farflung.codecs import TopK
-    >>> Recipe(codec=TopK(density=0.1)).to_json()["codec"]
-    'topk(density=0.1)'
     >>> Recipe(codec=TopK(density=0.1), schedule="pipelined(width=3)").text
     'own(codec=topk(density=0.1), schedule=pipelined(width=3))'
 

@@ -49,35 +49,21 @@ __all__ = ["AdaptiveTopK"]
 class AdaptiveTopK(Reducer):
     r"""Reducer that sends the largest entries of a gradient if they leave out little, else all entries.
 
-    With the residual added, the replicas' gradients p leave out the share
+    The replicas' gradients p, with residuals added, leave out this share of their squares:
 
     .. math:: \rho = 1 - \sum_i \|\mathrm{top}_k(p_i)\|^2 \Big/ \sum_i \|p_i\|^2
 
-    of their squares. If its exponential average is at most ``threshold``, each replica sends its largest entries to
-    all others and keeps the remainder as residual. Otherwise the collective sums gradients plus residuals in full.
-
-    All replicas decide equally, from numbers in the exchanges' metadata. By default these are the numbers of the
-    previous step for the whole gradient, so that no exchange waits for them; the first step is dense.
-
-    The rule ``released`` follows the code released with the paper, for comparison. It keeps k entries of each
-    parameter. The share left out is measured by norms, of the gradient g without residual and of the largest
-    entries of gradient plus residual c, summed over the parameters,
-
-    .. math:: \rho_i = \Big|\sum_t \|g_{i,t}\| - \sum_t \|\mathrm{top}_k(c_{i,t})\|\Big| \Big/ \sum_t \|g_{i,t}\|
-
-    and averaged over the steps of the epoch so far. Each replica votes by its own average, in an extra round before
-    the gradient's; half of the replicas, rounded down, suffice. Dense steps keep a residual too, although they have
-    sent the whole gradient, so part of it is sent twice.
+    If its exponential average is at most ``threshold``, each replica sends its largest entries to all others and keeps
+    the remainder as residual. Otherwise the collective sums gradients plus residuals in full.
 
     Args:
       density: Fraction of the entries of a bucket that is sent; of each parameter with the rule ``released``.
       threshold: :math:`\delta`, the largest share that may be left out.
       smoothing: Weight of the newest share in the average, in (0, 1]. Not for the rule ``released``.
-      decide: ``"last"`` by the whole gradient of the previous step, ``"bucket"`` by each bucket's previous step,
-        ``"exact"`` by this step: two numbers are sent first, which takes one more delay and needs a single bucket.
-        Not for the rule ``released``, which needs a single bucket too.
+      decide: ``"last"`` by the gradient of the previous step, ``"bucket"`` by each bucket's, ``"exact"`` by this step,
+        which takes one more delay. ``"exact"`` and the rule ``released``, which has no choice, need a single bucket.
       collective: Collective of dense steps and votes, a name in :data:`farflung.comm.COLLECTIVES`.
-      rule: ``"paper"`` or ``"released"``.
+      rule: ``"paper"`` or ``"released"``, the rule of the code released with the paper.
       epoch_steps: Steps after which the average of the rule ``released`` restarts; None for never.
 
     Raises:
@@ -85,8 +71,7 @@ class AdaptiveTopK(Reducer):
       UnknownName: There is no such collective.
       Unsupported: Collective ``native``, which cannot carry Top-k.
 
-    References: Tyagi & Swany 2022 (ScaDLES), section IV-D, whose window and factor of the average are not stated.
-    Sending the residual in a dense step, and deciding by the previous step, are our choice.
+    References: Tyagi & Swany 2022 (ScaDLES), section IV-D. Residuals in dense steps, and ``decide``, are ours.
     """
 
     density: float = 0.1

@@ -61,31 +61,20 @@ class CodecReducer(Reducer):
 
     .. math:: \bar g = \sum_i D(C(w_i g_i)) \,/\, \sum_i w_i
 
-    Numerator and sum of weights travel in one exchange; the division follows the sum. The numerator is encoded, so
-    residuals are in its units, and do not depend on the weights of other replicas.
-
-    The codec decides how a tensor travels:
-
-    * identity: the collective sums it;
-    * linear: encoded once, payloads summed by the collective, the sum decoded;
-    * any other: according to ``phases``.
-
-    The parts of :func:`farflung.codecs.by_size` and :func:`farflung.codecs.by_role` travel in parallel, each
-    according to its own codec.
+    Numerator and sum of weights travel in one exchange. The numerator is encoded, so residuals are in its units. With
+    codec identity the collective sums the tensor. A linear codec encodes once, and the collective sums the payloads.
+    The parts of :func:`farflung.codecs.by_size` and :func:`farflung.codecs.by_role` travel in parallel.
 
     Args:
       codec: Codec of the gradients.
-      collective: Name in :data:`farflung.comm.COLLECTIVES`.
-      phases: Exchange pattern of a codec that is not linear.
+      collective: Name in :data:`farflung.comm.COLLECTIVES`; matters for sums and hops alone.
+      phases: Exchange pattern of a codec that is not linear. Segments, of owners or of hops, need a codec that keeps
+        no state but seeds, with or without error feedback.
 
         * ``"gather"``: encoded once and sent to all, in one delay; traffic grows with the number of ranks.
         * ``"two"``: shards go to owners, which sum and encode again; two delays, and traffic does not grow.
-        * ``"hops"``: partial sums are encoded again on every hop of the collective. A single replica sends nothing,
-          and so encodes nothing.
+        * ``"hops"``: partial sums are encoded again on every hop of the collective; a single replica sends nothing.
         * ``"auto"``: hops if :attr:`farflung.types.Codec.can_requantize`, else gather.
-
-        The collective matters for hops alone. Segments, of owners or of hops, need a codec that keeps no state but
-        seeds, with or without error feedback.
 
     Raises:
       UnknownName: There is no such collective.

@@ -50,20 +50,10 @@ class PowerSGD(Reducer):
     With M the gradient of a replica (its first dimension the rows), times its weight, plus its residual:
 
     .. math::
-        P \leftarrow \mathrm{orthonormal}\Big(\sum_i M_i Q\Big), \quad
-        Q \leftarrow \sum_i M_i^\top P \Big/ \sum_i w_i, \quad
-        \hat M = P Q^\top, \quad e_i \leftarrow M_i - w_i \hat M
+        P \leftarrow \mathrm{orthonormal}\Big(\sum_i M_i Q\Big), \quad Q \leftarrow \sum_i M_i^\top P \Big/ \sum_i w_i,
+        \quad \hat M = P Q^\top, \quad e_i \leftarrow M_i - w_i \hat M
 
-    There are two all-reduces, of ``rank * (n + m)`` numbers in all for a matrix of n by m. Q is kept for the next
-    step (warm start). Vectors, scalars, and matrices too small to gain are summed dense with P. The momentum is the
-    optimizer's, applied after the aggregation.
-
-    The residual is known only with the result. It is taken out of the state when an exchange starts, and the new one
-    is added when the result is merged, so overlapping exchanges never send the same residual twice.
-
-    Matrices of equal shape are batched. A column of P that is only rounding error is dropped. If Q has a zero or
-    non-finite column, a random one replaces it; in the authors' code such a column stays zero. Non-finite residuals
-    are cleared. Each rank orthonormalizes by itself, with equal bits on the same torch build and kind of processor.
+    Two all-reduces send ``rank * (n + m)`` numbers for a matrix of n by m; other tensors are summed dense with P.
 
     Args:
       rank: r, number of columns of P and Q; None for the root of half a matrix's smaller side, at least 2.
@@ -79,8 +69,7 @@ class PowerSGD(Reducer):
       UnknownName: There is no such collective.
       Unsupported: Collective ``native``, which cannot tell the rounds of several buckets apart.
 
-    References: Vogels et al. 2019, Alg. 1 and 2, with the residual and ``min_ratio`` of the authors' code. Rank and
-    dense steps of None are our choice: a small transformer needs both to come near dense gradients.
+    References: Vogels et al. 2019, Alg. 1 and 2. Rank and dense steps of None are our choice.
     """
 
     is_repeatable: ClassVar[bool] = True

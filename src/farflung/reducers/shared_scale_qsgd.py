@@ -53,12 +53,9 @@ class SharedScaleQSGD(Reducer):
         l_i = \lfloor s\, w_i g_i / M + u_i \rfloor, \quad
         \bar g = \frac{M}{s} \sum_i l_i \Big/ \sum_i w_i
 
-    Unbiased, with one rounding for any number of replicas and the traffic of an all-reduce. Levels travel in fields
-    wide enough for their sum: with s levels on either side and n replicas, :math:`\lceil \log_2 (2 s n + 1) \rceil`
-    bits, as many fields to a 32-bit word as fit. First each replica sends its largest magnitudes to all others, one
-    number for each bucket, which takes one more delay.
-
-    If any replica has an infinity or a NaN in a bucket, the result of that bucket is not finite.
+    Unbiased, with one rounding for any number of replicas and the traffic of an all-reduce. Levels of n replicas travel
+    in fields of :math:`\lceil \log_2 (2 s n + 1) \rceil` bits, as many to a 32-bit word as fit. The magnitudes go
+    first, which takes one more delay. Buckets with an infinity or a NaN have a result that is not finite.
 
     Args:
       bits: Bits of a number before the sum, 2 to 8; 4 if neither bits nor levels are set.

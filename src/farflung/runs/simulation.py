@@ -101,8 +101,7 @@ def simulate(
       replay: File ``decisions.jsonl`` whose decisions are repeated.
       trace: True to write each exchange to telemetry, for ``farflung trace``.
       log_to: Loggers of the run's metrics, separated by commas: tensorboard, wandb, trackio or mlflow.
-      compute_on: Torch device for the arithmetic: cpu; cuda, one for each replica; or cuda:0, shared by all. Times
-        are always those of the setting ``device``.
+      compute_on: Torch device for the arithmetic: cpu; cuda, one for each replica; or cuda:0, shared by all.
       sink: Sink for the events of all replicas.
       should_stop: Function that returns True after a stop request; all replicas then stop after the same step.
       settings: Settings of the command by name (``steps``, ``learning_rate``, ``partition``, ``network``, ``device``,

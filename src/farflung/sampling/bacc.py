@@ -21,13 +21,8 @@ class Bacc:
 
     with m samples in a chunk and t seconds to score one. T is the mean wait for exchanges; if these overlap with
     computation there is no wait, and T is ``share`` of a forward and backward pass. All are means over the steps
-    since the previous choice. In step 0 one chunk is scored.
-
-    If replicas take equal times, scoring ends within a chunk of the exchanges from the first choice on. Otherwise
-    the wait of each replica depends on the scoring of the others, and the number follows it from choice to choice:
-    scoring may end some chunks early or late at first, and later ends within a chunk of the exchanges.
-
-    The number is a local decision of the replica, so a replay needs no clock.
+    since the previous choice. In step 0 one chunk is scored. The number is a local decision, so a replay needs no
+    clock.
 
     Args:
       name: Name of the sampler for messages.
@@ -39,8 +34,7 @@ class Bacc:
       ConfigError: An option is out of range.
 
     References: Zeng et al. 2021 (Mercury), where scoring takes exactly as long as the aggregation of its iteration.
-    The paper does not say how that time is predicted: chunks, at least one, means over some steps, and ``share`` are
-    our choices.
+    The paper does not say how that time is predicted: chunks, means over some steps, and ``share`` are our choices.
     """
 
     def __init__(self, name: str, chunk: int, every: int, share: float) -> None:

@@ -48,11 +48,7 @@ class Gain:
     moments behind :math:`\rho` are moving means over about 200 steps.
 
     Rule ``auto`` is uniform until the gain exceeds 1.1, and again once it is below 1.05, each for at least 100 steps.
-    In between it is ``pool``, or ``two`` while the number of candidates limits ``pool``: from :math:`\rho < b/M`
-    until it is twice that. ``two`` also ends if V is more than twice the prediction from scores, calibrated under
-    the previous rule, and is then excluded for 1,000 steps.
-
-    Its only inputs are sums over the replicas, which are equal on all; so are its choices.
+    In between it is ``pool`` or ``two``. Its only inputs are sums over the replicas, so all choose equally.
 
     Args:
       rule: ``auto``, ``pool`` or ``two``; the latter two never change.

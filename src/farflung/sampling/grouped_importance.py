@@ -66,60 +66,20 @@ PAPER_DEFAULTS = {"chosen": 2, "beta": 0.5}
 class GroupedImportance(ScoringSampler):
     r"""Sampler that draws by scores, some of which are renewed while each step waits for exchanges.
 
-    Samples scored in the wait of one step are a *group*. Its size is set by ``groups``: a whole number D for one D-th
-    of the replica's samples; ``"bacc"`` for as many as there is time for, see :class:`farflung.sampling.Bacc`; None
-    for ten batches, or 8 groups with the paper's rule.
-
-    **Rules** ``pool`` and ``two`` draw a batch without replacement from the newest group, see
-    :class:`farflung.sampling.DrawRule`. Groups sized by time have at least two batches. In a stream all held samples
-    are candidates until they are drawn or lost, see :meth:`farflung.sampling.DrawRule.draw_stream_batch`. Unscored
-    samples are scored first, then those with the oldest scores; ``two`` is refused. **Rule** ``auto`` uses either
-    while it pays off, see :class:`farflung.sampling.Gain`, but not ``two`` for streams. Otherwise batches are uniform,
-    in shuffled passes over the replica's samples, and one batch of candidates is scored in every 20th step, or none if
-    no gain can be predicted.
-
-    **Rule** ``fill`` computes gradients in the wait in place of scores, of a third as many uniform samples. The
-    gradient of the next step includes them, one step old and weighted by samples. Its batches are uniform, from the
-    same passes. **Rule** ``half`` spends half the wait so, and the other half as ``pool``.
-
-    **Rule** ``paper`` is Mercury's, to reproduce its figures. Batches are drawn on two levels: first ``chosen`` groups
-    without replacement, by freshness. With :math:`a_i` steps since its scoring and :math:`M_i` samples,
-
-    .. math:: r_i = e^{-\beta a_i} / \textstyle\sum_k e^{-\beta a_k}.
-
-    Then :math:`|B| M_i / \sum_{k \text{ chosen}} M_k` samples of each, rounded up or down at random, with replacement
-    by their smoothed scores. The weight of a sample is :math:`\bar{I}_i / I_{ij}`, at most :math:`(1 + c)/c`:
-
-    .. math::
-        q_{ij} = I_{ij} / \textstyle\sum_m I_{im}, \qquad I_{ij} = s_{ij} + c\, \bar{s}_i
-
-    That corrects for scores, not for freshness: the expected mean over a batch is the mean over the chosen groups. It
-    equals the mean over all samples, since groups are random and take turns in freshness. Samples are scored in turn
-    in one random order. If groups are sized by time, a sample that is scored again moves to the newest group.
-
-    If all samples are available, the weight of the batch in the mean over the replicas is the replica's number of
-    samples over the mean number. In a stream, the stream sets the weight. An unscored sample counts as the mean of the
-    others, and all are equal if none has a score, so the first batch is uniform.
-
-    Telemetry: ``rule`` of the batch (``uniform``, ``pool``, ``two`` or ``paper``), number of ``groups``, ``num_scored``
-    samples of the newest; ``variance_ratio`` predicted by their scores
-    (:func:`farflung.sampling.importance.compute_variance_ratio`); ``gain`` and ``noise_scale``
-    (:class:`farflung.sampling.Gain`; not for ``paper``); the 5, 25, 50, 75 and 95 % quantiles of the scores
-    (``score_quantiles``, None if there are none); the ``largest_weight`` of the batch; and the figures of
-    :class:`farflung.sampling.importance.ScoreRenewal` for samples renewed in the previous step.
+    Rules are described in the documentation's page on sampling, see also :class:`farflung.sampling.DrawRule` and
+    :class:`farflung.sampling.Gain`. Rule ``paper`` is Mercury's, for its figures: see the page of the paper.
 
     Args:
       seed: Seed of all draws; different on replicas with different samples.
       rule: ``"auto"``, ``"pool"``, ``"two"``, ``"fill"``, ``"half"`` or ``"paper"``.
-      groups: Size of a group, see above.
-      scored_by: Kind of score, see :data:`farflung.types.ScoreKind`; None for ``"gradient_bound"``, or ``"loss"`` with
-        the paper's rule.
-      statistics: Source of running statistics, such as a batch norm's: ``"batch"`` for every batch; ``"uniform"`` for
-        uniform samples in the wait, as many as a batch, in place of batches drawn by scores.
-      smoothing: c; None for 0.02, or 0.5 with the paper's rule. The paper's rule allows 0: weights are then unbounded,
-        and samples with a score of 0 are not drawn.
+      groups: Samples scored in one step: a number D for a D-th of the replica's samples; ``"bacc"`` for as many as
+        there is time for, see :class:`farflung.sampling.Bacc`; None for ten batches, or D = 8 with the paper's rule.
+      scored_by: See :data:`farflung.types.ScoreKind`; None for ``"gradient_bound"``, paper's rule ``"loss"``.
+      statistics: Source of running statistics, such as a batch norm's: ``"batch"``; or ``"uniform"`` for as many
+        uniform samples in the wait, in place of batches drawn by scores.
+      smoothing: c; None for 0.02, or 0.5 with the paper's rule, which also allows 0: weights are then unbounded.
       chosen: d, number of groups of a batch, or all while there are fewer. For the paper's rule only.
-      beta: :math:`\beta`; with 0 age does not matter. For the paper's rule only.
+      beta: :math:`\beta`, preference for fresh groups; 0 ignores age. For the paper's rule only.
       chunk: Number of samples scored at once.
       max_scored: Largest size of a group for ``"bacc"``: the rest of a longer wait is idle; None for all samples.
       every: Number of steps between two choices of a group's size, for ``"bacc"``.
@@ -128,12 +88,7 @@ class GroupedImportance(ScoringSampler):
     Raises:
       ConfigError: An option is out of range, or belongs to another rule.
 
-    References: Zeng et al. 2021 (Mercury), sections on group-wise importance; Katharopoulos & Fleuret 2018 for
-    ``"gradient_bound"``. The paper gives no D, d, :math:`\beta` or smoothing. Its released code draws from the newest
-    group alone and smooths by its mean: the script by half a running mean, a class beside it by the mean itself. Under
-    the paper's rule half the mean of each group is added when a batch is drawn. Our own choices as well:
-    ``max_scored``, rounding at random, unscored samples, and the weight by samples, which the paper's proof needs and
-    its update leaves out.
+    References: Zeng et al. 2021 (Mercury); Katharopoulos & Fleuret 2018 for ``"gradient_bound"``.
     """
 
     can_transfer_scores = True

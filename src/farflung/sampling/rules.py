@@ -37,8 +37,7 @@ class DrawRule:
         \qquad w_i = v_i\, \frac{b}{M \pi_i} \leq \frac{1 + c \bar{v}}{c}
 
     where :math:`\pi` is the probability that the batch includes it and w its weight in the mean over the batch. The
-    draw is systematic, in random order: one number u from [0, 1), and each sample in which the cumulated :math:`\pi`
-    passes one of u, u + 1, ... . With fewer candidates than b, :math:`\pi` is the expected count of a sample.
+    draw is systematic, in random order. With fewer candidates than b, :math:`\pi` is the expected count of a sample.
 
     ``pool``: candidates are the next ones of a random order and weigh 1. ``two``: candidates are drawn from all N
     samples in the same way by their last scores, unscored ones at the mean, with :math:`\pi^{(1)}` from c = 0.25.
@@ -53,8 +52,7 @@ class DrawRule:
     Raises:
       ConfigError: An option is out of range.
 
-    References: candidates and scores follow Katharopoulos & Fleuret 2018; inclusion probabilities and the systematic
-    draw are those of Madow 1949. The second stage is this project's own.
+    References: Katharopoulos & Fleuret 2018 for candidates and scores; Madow 1949 for the draw; stage two is ours.
     """
 
     def __init__(self, name: str, smoothing: float, seed: int) -> None:

@@ -22,28 +22,18 @@ __all__ = ["AdaComm"]
 class AdaComm(Schedule):
     r"""Local SGD whose period is adapted every ``interval_s`` seconds to the loss and the learning rate.
 
-    Long blocks save time but reach a higher loss than short ones, so a run begins with long ones. At the first exchange
-    after each interval the period becomes
-
     .. math::
-        \tau = \left\lceil \tau_0 \sqrt{\left(\frac{\eta_0}{\eta}\right)^{p} \frac{F}{F_0}}\, \right\rceil
+        \tau = \left\lceil \tau_0 \sqrt{\left(\frac{\eta_0}{\eta}\right)^{p} \frac{F}{F_0}}\, \right\rceil, \qquad
+        u \leftarrow \beta u + \frac{1}{n} \sum_j (w_j - a), \qquad a \leftarrow a + u
 
-    with F the mean training loss of all replicas over the last block, and :math:`F_0` that over the first block. The
-    rule ``shrink`` uses this value only if it is below the current period, and :math:`\lceil \gamma \tau \rceil`
-    otherwise. The period thus never rises, and still falls when the loss does not. With the rule ``basic`` it may rise,
-    for example when the learning rate falls.
-
-    Seconds are those of one decider, whose clock at each exchange is sent to all ranks and recorded, so a replay needs
-    none. In a resumed run they continue.
-
-    With ``block_momentum`` :math:`\beta` the anchor a, from which all replicas start, moves by
-
-    .. math:: u \leftarrow \beta u + \frac{1}{n} \sum_j (w_j - a), \qquad a \leftarrow a + u
+    with F the mean training loss of all replicas over the last block, :math:`F_0` that over the first, and a the
+    anchor from which all replicas start. One decider's clock is recorded, so a replay needs none.
 
     Args:
       sync_every: :math:`\tau_0`, number of steps in the first blocks.
       interval_s: Seconds between two adaptations.
-      rule: ``"shrink"`` or ``"basic"``.
+      rule: ``"shrink"`` uses :math:`\lceil \gamma \tau \rceil` of the current period if the formula does not shorten
+        it; ``"basic"`` uses the formula, by which the period may rise.
       shrink: :math:`\gamma`, above 0 and below 1.
       rate_power: p, the power by which a falling learning rate lengthens blocks; 0 disables this.
       max_period: Maximum number of steps in a block.
@@ -53,10 +43,7 @@ class AdaComm(Schedule):
     Raises:
       ConfigError: an option is out of range.
 
-    References: Wang & Joshi 2019 (AdaComm), from their slides and other implementations, not from the body of the
-    paper. Their bound has p = 3, their rule p = 1. Our choices: the loss over blocks for F, which costs no evaluation;
-    comparison of rounded values in the rule; ``max_period``; and block momentum on the update itself, not divided by
-    the learning rate, as in Chen & Huo 2016.
+    References: Wang & Joshi 2019 (AdaComm); block momentum as in Chen & Huo 2016. Details in the documentation.
     """
 
     sync_every: int = 20

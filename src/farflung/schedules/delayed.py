@@ -32,63 +32,19 @@ FIRST_CHOICE, CHOICE_PERIOD = 4, 32
 class Delayed(Schedule):
     r"""Each replica applies its own updates immediately, and merges their mean when it arrives.
 
-    At the end of each block of K steps the exchange of :math:`B_j`, the sum of the block's applied updates, starts. The
-    mean over the replicas arrives ``delay`` steps later and moves an anchor a, which is bit-identical on all ranks: the
-    initial parameters plus every mean that has arrived. The local parameters follow by one of two merges.
-
-    **Swap**: the mean replaces the block.
+    After each block of K steps the exchange of :math:`B_j`, the sum of the block's applied updates, starts. The mean
+    arrives ``delay`` steps later and moves an anchor a, bit-identical on all ranks. With :math:`u_j` the updates since
+    the last block, :math:`\mu` the optimizer's momentum (Adam: its first beta) and D the current delay:
 
     .. math::
-        B_j = \sum_{n \in \text{block}} \Delta w_{n,j}, \qquad
-        w_j \leftarrow w_j + \Delta w_{n,j} + \bar B - B_j
+        \text{swap: } & w_j \leftarrow w_j + \bar B - B_j, \ \rho = \min\left(1 - \mu, \tfrac{1}{D + K + 1}\right) \\
+        \text{pull: } & w_j - u_j \leftarrow (1 - \rho)^K (w_j - u_j) + (1 - (1 - \rho)^K)\, a
 
-    Replicas differ by their own last updates only. Each swap recomputes the parameters as anchor plus pending blocks,
-    so rounding cannot drift.
-
-    **Pull**: the block fades gradually. With :math:`u_j` the updates since the last block,
-
-    .. math::
-        a \leftarrow a + \bar B, \qquad w_j - u_j \leftarrow (1 - \rho)^K (w_j - u_j) + (1 - (1 - \rho)^K)\, a, \qquad
-        \rho = \min\left(1 - \mu, \frac{1}{D + K + 1}\right)
-
-    with :math:`\mu` the optimizer's momentum (Adam: its first beta) and D the current delay. Without a delay
-    :math:`\rho` is 1, which equals the swap bit for bit. Replicas differ by a past that fades in :math:`1 / \rho`
-    steps, and so does rounding. If an exchange has no result because of a loss that is not finite, the rest of the own
-    block is removed immediately.
-
-    Updates are those of the optimizer for the local gradient, after learning rate, momentum, weight decay or Adam. Any
-    optimizer and learning-rate schedule is supported. The optimizer's state stays local, and a gradient is clipped
-    before its local step.
-
-    **Memory**: one copy of the parameters for the anchor, another with the pull for :math:`w_j - u_j`, and two for each
-    block in flight: the block, and the sent tensor, which the mean replaces. Between two steps :math:`\lceil
-    \text{delay} / K \rceil` blocks are in flight. There is one more at the end of a block, since it starts before the
-    oldest is merged. The reducer's state is additional. A swap sums the blocks; a pull keeps them only for checkpoints
-    and losses that are not finite.
-
-    A delay hides latency: it costs nothing if an exchange takes less than ``delay`` steps. It does not save bytes;
-    ``period`` and codecs do. Wrap a lossy codec in error feedback; the residual is then one of updates.
-
-    **Learning rate**: with the swap, a longer delay or a larger momentum needs a smaller learning rate, or replicas
-    diverge. With :math:`\lambda` the curvature of a quadratic, and a period of 1, they stay together while
-    :math:`\eta\lambda` is below 1 without momentum, for any delay. With momentum 0.9 the bounds are 0.22, 0.069, 0.037
-    and 0.025 at delays of 5, 10, 15 and 20. Synchronous SGD allows 2, and 3.8 with that momentum. With the pull,
-    replicas stay together and their mean is stable up to three quarters of what synchronous SGD allows, at delays up to
-    100 and momenta up to 0.99. With a longer period, narrow bands of rates below that resonate. The analysis is ours
-    and does not cover Adam.
-
-    With a delay of 0 and a period of 1 this is synchronous SGD up to rounding, with momentum too. With Adam it is not:
-    the mean of the updates is not the update of the mean. Replicas with identical batches equal a single worker with
-    the swap, at any delay, but not with the pull.
-
-    Evaluation uses the mean of the replicas' parameters with the swap, and the anchor with the pull. At the end of a
-    run all exchanges in flight are merged, and the pull completes immediately. Parameters are averaged if a block was
-    unfinished.
+    The documentation's page on delayed updates has stable learning rates and memory.
 
     Args:
-      delay: Number of steps between the start of an exchange and its use. ``"auto"`` begins with 0 and lets one decider
-        choose from its measured times: the time of an exchange over that of a step, rounded up. It chooses at the
-        fourth exchange and then at every 32nd (our choice).
+      delay: Number of steps between the start of an exchange and its use. ``"auto"`` begins with 0, and one decider
+        chooses at the fourth and every 32nd exchange: the time of an exchange over that of a step, rounded up.
       period: K, number of steps in a block.
       max_delay: Maximum delay that ``"auto"`` may choose.
       pull: ``"auto"`` for the pull with :math:`\rho` as above; a number for :math:`\rho`, above 0 and at most 1; or
@@ -98,10 +54,7 @@ class Delayed(Schedule):
     Raises:
       ConfigError: an option is out of range.
 
-    References: Zhu et al. 2019 (DTS); Zhu et al. 2021 (DGA), Alg. 1. They exchange raw gradients of plain SGD, for
-    which both are equal. Applied updates, the anchor, the pull and ``"auto"`` are our choice. The pull is related to
-    EASGD (Zhang, Choromanska & LeCun 2015) and Overlap Local-SGD (Wang, Liang & Joshi 2020), which pull towards a mean
-    of parameters, without this rule.
+    References: Zhu et al. 2019 (DTS); Zhu et al. 2021 (DGA), Alg. 1. Applied updates, anchor and pull are our choice.
     """
 
     delay: int | str = 4

@@ -26,26 +26,13 @@ class DiLoCo(Schedule):
         \Delta = \frac{1}{n} \sum_j (w_j - a), \qquad v \leftarrow \mu v + \Delta, \qquad
         a \leftarrow a + \eta (\Delta + \mu v), \qquad w_j \leftarrow a
 
-    All replicas start from the anchor a. The outer optimizer is SGD with Nesterov momentum. With ``outer_rate`` 1 and
-    ``outer_momentum`` 0 this equals :class:`farflung.schedules.LocalSGD` bit for bit. Replicas wait for the mean;
-    :class:`farflung.schedules.StreamingDiLoCo` waits less.
-
-    Anchor and outer momentum are equal on all replicas, and stored once in a checkpoint. They take two copies of the
-    parameters, and the sent tensor takes one more until it is merged. The optimizer of the run is the inner one, AdamW
-    in the paper.
-
-    Between exchanges evaluation uses the mean of the replicas' parameters, and a run ends with it. The number of steps
-    should be a multiple of ``sync_every``. An exchange that no step follows sets the parameters to the plain mean, as
-    with rate 1 and no momentum, because the outer step would overshoot (our choice; needs a known run length).
-
-    Early in training replicas diverge fast, and long blocks cost most. In a warm-up the exchange after that of step s
-    follows max(1, H s / ``warmup``) steps later, rounded down, and the last one after ``warmup`` steps. Each sets the
-    parameters to the plain mean. There are about (1 + ln H) ``warmup`` / H exchanges. This is our choice; the paper
-    starts from a model trained for 24,000 of its 88,000 steps without DiLoCo.
+    All replicas start from the anchor a. Rate 1 without momentum equals :class:`farflung.schedules.LocalSGD` bit for
+    bit. An exchange that no step follows sets the parameters to the plain mean (our choice; needs a known run length).
 
     Args:
       sync_every: H, number of steps between two exchanges.
-      warmup: Number of steps with shorter blocks; 0 for none.
+      warmup: Number of steps with shorter blocks; 0 for none. After step s a block has max(1, H s / ``warmup``) steps,
+        rounded down, and its exchange sets the parameters to the plain mean. Our choice.
       outer_rate: :math:`\eta`.
       outer_momentum: :math:`\mu`.
       nesterov: True for Nesterov momentum; otherwise :math:`a \leftarrow a + \eta v`.
@@ -112,25 +99,11 @@ class StreamingDiLoCo(Schedule):
     r"""DiLoCo for one fragment of the model after the other, whose means are merged ``delay`` steps late.
 
     Every H / P steps the next of P fragments starts its exchange of the current :math:`\Delta_j = w_j - a`. ``delay``
-    steps later the mean arrives:
+    steps later the mean arrives. A fragment has every P-th gradient bucket.
 
     .. math::
         v \leftarrow \mu v + \bar\Delta, \qquad a \leftarrow a + \eta (\bar\Delta + \mu v), \qquad
         w_j \leftarrow (1 - \alpha)\, a + \alpha\, w_j
-
-    The number of bytes equals that of :class:`farflung.schedules.DiLoCo`, in P pieces at equal intervals, overlapped
-    with the next steps. Local updates during the delay remain with the share :math:`\alpha` only. With ``keep`` they
-    are added, :math:`w_j \leftarrow (1 - \alpha)(a + u_j) + \alpha w_j` with :math:`u_j` those updates. Replicas with
-    identical batches, an outer rate of 1 and no outer momentum then equal a single worker, at any delay.
-
-    With one fragment, no delay and ``mix`` 0 this is DiLoCo. With ``mix`` above 0 replicas are never exactly equal:
-    evaluation uses the mean of their parameters, and a run ends with it.
-
-    A fragment has every P-th gradient bucket, so that each has layers from all of the model. Choose a small
-    ``bucket_nbytes``, so that there are many more buckets than fragments; with fewer buckets some turns move nothing. A
-    fragment is one exchange for each dtype.
-
-    Memory: two copies of the parameters, and two of a fragment in flight.
 
     Args:
       sync_every: H, number of steps between two exchanges of a fragment; a multiple of ``fragments``.
@@ -141,14 +114,12 @@ class StreamingDiLoCo(Schedule):
       outer_rate: :math:`\eta`.
       outer_momentum: :math:`\mu`.
       nesterov: True for Nesterov momentum.
-      optimizer_state: See :class:`farflung.schedules.LocalSGD`; averages are computed, and awaited, when a fragment is
-        merged.
+      optimizer_state: See :class:`farflung.schedules.LocalSGD`; averages are computed when a fragment is merged.
 
     Raises:
       ConfigError: an option is out of range.
 
-    References: Douillard et al. 2025 (Streaming DiLoCo), Alg. 2. It exchanges in 4 bits, for which there are codecs.
-    The defaults are from secondary sources. Fragments of buckets are our choice.
+    References: Douillard et al. 2025 (Streaming DiLoCo), Alg. 2. Fragments of buckets are our choice.
     """
 
     sync_every: int = 100

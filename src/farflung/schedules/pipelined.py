@@ -25,41 +25,15 @@ class Pipelined(Schedule):
 
     .. math:: w_{t+1} = w_t - \eta\, \bar g_{t-K+1}(w_{t-K+1})
 
-    All replicas apply equal means in equal order, so they never differ. With A the time of a step's computation and C
-    that of an exchange, a step takes :math:`\max(A, C, (A + C) / K)`. If C is dominated by bytes, a width of 2 hides
-    all that can be hidden; a larger one helps if it is dominated by latency. Width 1 is synchronous SGD.
-
-    The first ``warmup`` steps are synchronous. After them, or at the start without them, ``width - 1`` steps apply
-    nothing, since nothing is due. At the end of a run the exchanges in flight are applied in order.
-
-    An update that is late by :math:`\tau = K - 1` steps is stable for smaller learning rates only. There are two
-    remedies, one at a time:
-
-    * ``predict``: each gradient is computed at :math:`w - \eta \sum g` with the local gradients g in flight (including
-      SGD's momentum and weight decay), and applied at w. By default a width of 2 does so if possible: in farflung's own
-      loop, with plain SGD. It costs a copy of the parameters;
-    * ``correction``: the mean, computed at :math:`w'`, is applied as
-      :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`.
-
-    **Learning rate**: with :math:`\lambda` the curvature of a quadratic, training is stable while :math:`\eta\lambda`
-    is below the following bounds. Synchronous SGD allows 2, and 3.8 with momentum 0.9. Predicted weights restore the
-    bound of synchronous SGD for the mean; the bound is then the divergence of the replicas' predictions. The analysis
-    is ours.
-
-    ========================  ======  ======  ======  ======  ======
-    :math:`\tau`              1       5       10      15      20
-    ========================  ======  ======  ======  ======  ======
-    no momentum               1       0.28    0.15    0.10    0.077
-    momentum 0.9              0.10    0.022   0.011   0.0079  0.0061
-    no momentum, ``predict``  1       1       1       1       1
-    0.9, ``predict``          1       0.14    0.048   0.027   0.019
-    ========================  ======  ======  ======  ======  ======
-
-    Each exchange in flight holds the gradient and a copy of it for checkpoints, and with ``correction`` the parameters
-    at which it was computed.
+    All replicas apply equal means in equal order, so they never differ. The first ``width - 1`` steps after the warm-up
+    apply nothing. At the end of a run the exchanges in flight are applied in order. There are two remedies for the
+    delay, one at a time: ``predict`` computes each gradient at :math:`w - \eta \sum g` with the local gradients g in
+    flight, and ``correction`` applies a mean that was computed at :math:`w'` as
+    :math:`\bar g + \lambda\, \bar g \odot \bar g \odot (w - w')`. The page on Pipe-SGD in the documentation has stable
+    learning rates.
 
     Args:
-      width: K, width of the pipeline.
+      width: K, width of the pipeline; 1 is synchronous SGD.
       warmup: Number of synchronous steps at the start.
       predict: True to predict weights; ``None`` for width 2 without a correction, if loop and optimizer support it.
       correction: :math:`\lambda`; 0 for no correction.

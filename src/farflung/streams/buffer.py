@@ -29,17 +29,10 @@ MIN_SAMPLES, MAX_SAMPLES = 8, 1024
 class Buffer:
     r"""Buffer of samples between their arrival and their use.
 
-    A step waits until ``least`` samples have arrived and takes all of them, up to ``most``. If neither is given, each
-    step takes the run's batch size. With ``window_s`` it takes the samples of that many seconds of the stream,
+    A step takes all samples that have arrived, from ``least`` to ``most``. With ``window_s`` it takes the samples of
+    that many seconds of the stream, rounded, where :math:`S_i` is the rate of replica i in samples per second:
 
-    .. math:: b_i = \min(\max(S_i w, b_{\min}), b_{\max}),
-
-    rounded, where :math:`S_i` is the rate of replica i in samples per second, :math:`w` is ``window_s`` and the bounds
-    are ``least`` and ``most``.
-
-    Values that depend on the clock are decisions of the replica, which a replay repeats: a changing or measured rate,
-    the dropped samples, and the number taken between two bounds. No decision is needed if each step takes a fixed
-    number of all samples in one order.
+    .. math:: b_i = \min(\max(S_i w, b_{\min}), b_{\max})
 
     Args:
       policy: ``persistence`` keeps samples until they are used, oldest first. With ``truncation`` a step takes the
@@ -49,15 +42,14 @@ class Buffer:
       backlog: Maximum number of waiting samples with ``persistence``; ``None``: unlimited.
       full: Action when more samples wait: ``pause`` stops the source until a step has taken some, ``stop`` ends the
         run with an error, ``drop_oldest`` drops the oldest samples when a step chooses.
-      window_s: Seconds of the stream in a step; ``None``: only ``least`` and ``most`` bound a step.
+      window_s: w, seconds of the stream in a step; ``None``: only ``least`` and ``most`` bound a step.
       weigh: Weight of a step in the mean over the replicas, over the run's batch size: its number of samples with
-        ``by_batch``, or :math:`S_i w` with ``by_rate``, where :math:`w` is 1 without a window.
+        ``by_batch``, or :math:`S_i w` with ``by_rate``, where w is 1 without a window.
 
     Raises:
       ConfigError: A value is out of range.
 
-    References: Tyagi & Swany 2022 (ScaDLES), sections III and IV: batches by rate, their bounds, persistence and
-    truncation. The choice of samples in a truncated stream that exceeds a step is our own, and so is ``drop_oldest``.
+    References: Tyagi & Swany 2022 (ScaDLES), sections III and IV. Details of truncation and ``drop_oldest`` are ours.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ class WallRuntime:
     Args:
       rank: Rank of this replica.
       size: Number of replicas.
-      store: Store where replicas publish their addresses, see :mod:`farflung.wall.rendezvous`; keys of earlier
-        processes do no harm. ``None`` for a single replica, and for one that joins.
+      store: Store where replicas publish their addresses, see :mod:`farflung.wall.rendezvous`; ``None`` for a single
+        replica, and for one that joins.
       meeting: Name of the meeting; other meetings in the same store need another name.
       advice: Answer of rank 0 to replicas that ask it before the meeting.
       endpoint: Addresses and keys of this replica; loopback by default.
@@ -75,15 +75,13 @@ class WallRuntime:
       is_native: True to join a process group for the backend's own collectives.
       decisions: Log of decisions; they are not kept by default.
       pace: Pace of a slower device for computations; ``None`` for the speed of this machine.
-      members: Ranks of the first members, with this one. Others come later, see :meth:`admit`, and the loss of one
-        ends only its own waits. ``None``: all ranks, and the loss of one ends the view.
+      members: Ranks of the first members; others may join, see :meth:`admit`. ``None``: all; a loss ends the view.
       announce: Function that announces this joining replica to the members of a run, and returns all of them.
       max_unreceived_nbytes: See :class:`farflung.comm.ViewSession`.
       transport: Factory of the transport, with rank, size and options as :class:`farflung.comm.tcp.TcpTransport`.
 
     Raises:
-      ConfigError: The endpoint is unusable, a replica's key is rejected, or two replicas can neither connect nor be
-        relayed.
+      ConfigError: The endpoint is unusable, a key is rejected, or two replicas can neither connect nor be relayed.
       DeadlinePassed: A replica did not appear; names it.
       ProtocolError: Ranks were started with different settings; names the setting.
     """

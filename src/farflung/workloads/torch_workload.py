@@ -39,8 +39,7 @@ class TorchWorkload:
     >>> task.compute_losses(model, data.take(torch.arange(4), train=True)).shape
     torch.Size([4])
 
-    Samples are collated by torch's ``default_collate`` into one tensor of inputs and one of targets. Random data sets
-    have to draw from torch's random state alone, for runs to be repeatable.
+    Samples are collated by torch's ``default_collate``. Random data sets have to draw from torch's random state alone.
 
     Args:
       model: Function that builds the module under the run's seed; or a module, of which every replica trains a copy.

@@ -19,33 +19,18 @@ this bound keeps it below the deadline of a run."""
 
 
 class Resharding(PermanentSharing):
-    r"""Importance-aware data resharding: pairs of replicas swap samples permanently, during training.
+    """Importance-aware data resharding: pairs of replicas swap samples permanently, during training.
 
-    In each round replicas are matched at random by a shared seed; of an odd number one has no partner. Both of a pair
-    give equally many samples, :math:`N_o` or all of the smaller share. Each keeps drawing from the samples that it
-    gives away until the round takes effect. This step is fixed when the round begins; a late round is waited for.
-    Received samples take the slots of those given away, so shares and a sampler's groups keep their sizes.
-
-    Samples are chosen by the sampler's scores. The score at the beginning of the round is sent with each sample, in 4
-    bytes. ``by="uniform"`` is the importance-agnostic baseline, which chooses at random without replacement.
-
-    **Transfer.** Samples are sent as stored, with their ids, in pieces of a bounded size. One of a pair begins, and
-    the other answers each piece with one of its own, so each replica has one in flight at most. No piece is sent
-    while a step waits for its exchanges. An aggregation thus waits for the remainder of one piece at most on each
-    link: its bytes over the bandwidth, and the latency. If exchanges run during computation (pipelined and delayed
-    schedules), no such time exists. While some are in flight there, the first of a pair pauses between two pieces, so
-    that samples use the link for a share of the time. A pause is at most 20 s, a third of the usual deadline, since
-    it is silence to the partner. If a piece and its answer take seconds, or the deadline is lower, choose a smaller
-    piece.
-
-    **Privacy.** Samples leave the device as they are; in the long run every sample may reach every replica.
+    In each round replicas are matched at random by a shared seed. Both of a pair give equally many samples, :math:`N_o`
+    or all of the smaller share, and keep drawing from them until the round takes effect, at a step that is fixed when
+    it begins. Received samples take the slots of those given away. Samples leave the device as they are.
 
     Args:
       seed: Seed, equal on all replicas.
       samples: :math:`N_o`, samples that a replica gives away in a round.
       every: Steps between the beginnings of two rounds; the first begins after as many.
       within: Steps from the beginning of a round until it takes effect; ``None``: until the next begins.
-      by: ``"importance"`` or ``"uniform"``.
+      by: ``"importance"``, by the sampler's scores, or ``"uniform"``, at random without replacement.
       piece_nbytes: Largest piece; one sample is one piece, however large it is.
       share: Share of the time for pieces if exchanges run during computation, above 0 and at most 1.
 

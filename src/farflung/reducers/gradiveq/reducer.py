@@ -57,28 +57,9 @@ _NO_RESIDUAL: State = {"residual": {}}
 class GradiVeQ(Reducer):
     r"""Reducer that sends slices of convolutions as few coefficients, which are summed without decoding.
 
-    Gradients of :math:`L_t` exchanges determine the directions U and the mean :math:`\mu` of the variation of a
-    layer's slices. In the next :math:`L_c` exchanges only coefficients are sent:
+    Directions U and mean :math:`\mu` are those of :math:`L_t` exchanges; the next :math:`L_c` send only coefficients:
 
-    .. math::
-        q_i = U^\top (w_i g_i - w_i \mu), \qquad \hat g = U \sum_i q_i \Big/ \sum_i w_i + \mu
-
-    U holds the first principal components of all slices of a layer: :math:`K / r`, or as many as explain
-    :math:`1 - \lambda` of the variance. Each rank computes U from the same means. The first compressed exchange
-    carries a hash of it instead; if the hashes differ, the next one carries rank 0's. All other parameters stay
-    dense, in the same messages; matrices may be cut too.
-
-    With ``windows="spread"`` the samples of the next window are spread evenly among the compressed exchanges, and a
-    replica adds its residual to the next gradient: the part outside U, and the rounding of partial sums on hops. The
-    first has no components on U, so it waits for the next sample, which is sent whole: at most :math:`L_c / L_t`
-    exchanges. With ``windows="paper"`` all samples precede the compressed exchanges, and there is no residual.
-
-    Over ``ring``, ranks encode and decode their segments while others are in transit (Algorithm 1); any other
-    collective sums the encoded tensor as a whole. Each bucket has its own windows.
-
-    In spread windows a replica measures the relative share of its own gradient that compression leaves out, if
-    nothing has accumulated. It votes in the next exchange for a new window if the share has grown to more than
-    ``drift`` times its first value with these bases.
+    .. math:: q_i = U^\top (w_i g_i - w_i \mu), \qquad \hat g = U \sum_i q_i \Big/ \sum_i w_i + \mu
 
     Args:
       slice_size: K, size of a slice; each layer is cut into the number of slices that comes closest.
@@ -88,7 +69,7 @@ class GradiVeQ(Reducer):
       warm_up: Number of steps at the start that are summed dense and not sampled.
       sample_steps: :math:`L_t`.
       compress_steps: :math:`L_c`.
-      windows: ``"spread"`` or ``"paper"``.
+      windows: ``"spread"``: samples alternate with compressed exchanges, with error feedback; ``"paper"``: neither.
       sample_bits: Bits of QSGD on hops for sampled gradients; None sends them dense.
       drift: Growth of the share left out at which a replica votes for a new window.
       collective: Name in :data:`farflung.comm.COLLECTIVES`.
@@ -98,8 +79,7 @@ class GradiVeQ(Reducer):
       UnknownName: There is no such collective.
       Unsupported: Collective ``native``, which cannot tell the rounds of several buckets apart.
 
-    References: Yu et al. 2018, eq. (3) to (6), Algorithm 1, and the windows of section 4, where U comes from one
-    slice of several. Spread windows, ``ratio``, ``matrices``, the bound of the vote, and the hash are our choice.
+    References: Yu et al. 2018, eq. (3) to (6), Alg. 1; spread windows, ``ratio``, ``matrices``, votes are our choice.
     """
 
     slice_size: int = 512
