@@ -532,11 +532,9 @@ class HookState:
 
     def _average_bucket(self, arrival: _PendingBucket) -> None:
         """Averages one of DDP's buckets uncompressed, before the hook has buckets of its own."""
-        values, number, size = (
-            arrival.buffer.detach().clone(),
-            len(self._pending_averages),
-            self._runtime.comm.size,
-        )
+        values = arrival.buffer.detach().clone()
+        number = len(self._pending_averages)
+        size = self._runtime.comm.size
         channel = ExchangeChannel(self._runtime.comm, Purpose.STEP.build_exchange_id(self.step - 1), number)
         wait_until_filled = record_stream(values.device)
         divides_first = values.dtype == torch.float16  # whose sums may overflow

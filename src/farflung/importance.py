@@ -99,11 +99,9 @@ class _Pass:
         if not self._has_started:  # a loader may create two passes and use only the second
             self._has_started = True
             if (resumed_pass := self._sampler._resumed_pass) is not None:
-                self.num_delivered, self.saved_candidates, self._sampler._resumed_pass = (
-                    resumed_pass.num_delivered,
-                    resumed_pass.saved_candidates,
-                    None,
-                )
+                self.num_delivered = resumed_pass.num_delivered
+                self.saved_candidates = resumed_pass.saved_candidates
+                self._sampler._resumed_pass = None
         if self.saved_candidates:
             candidates = self.saved_candidates.popleft()
         elif self.num_delivered + len(self.requested_candidates) < len(self._sampler):

@@ -52,10 +52,11 @@ def test_buckets_are_ready_with_their_layers() -> None:
     assert device.compute_ready_fractions([0, 1], [6, 4]) == [2.5 / 4, 1.0]
     assert device.compute_ready_fractions([0, 1], [3, 7]) == [2.5 / 4, 1.0]  # a layer is through as a whole
     assert device.compute_ready_fractions([0, 1, 2], [6, 1, 3]) == [2.5 / 4, 1.0, 1.0]
+    # Never before one that filled earlier.
     assert device.compute_ready_fractions([1, 0], [6, 4]) == [
         1.0,
         1.0,
-    ]  # never before one that filled earlier
+    ]
     assert device.compute_ready_fractions([0, 1], []) == [0.5, 1.0]
     assert DeviceProfile().compute_ready_fractions([2, 0, 1], [1, 1, 1]) == [1 / 3, 2 / 3, 1.0]
     assert DeviceProfile(layers=(LayerProfile(3, 1.0, 0.0),)).compute_ready_fractions([0], [3]) == [0.0]

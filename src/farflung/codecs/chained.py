@@ -112,10 +112,8 @@ class Chain(BaseCodec):
     def accumulate(
         self, state: CodecState, payload: Payload, total: Tensor, *, step: int, count: int, alpha: float = 1.0
     ) -> None:
-        inner_payload, inner = (
-            self._decode_second(state, payload, step, count),
-            get_nested_state(state, "first"),
-        )
+        inner_payload = self._decode_second(state, payload, step, count)
+        inner = get_nested_state(state, "first")
         accumulate(self.first, inner, inner_payload, total, step=step, count=count, alpha=alpha)
 
     @override

@@ -484,10 +484,8 @@ class Device:
 
     async def _start_fetch(self, source_rows: _SourceRows) -> _PendingFetch:
         rank = source_rows.source.rank
-        meeting, timeout = (
-            self._get_meeting(rank),
-            self._runtime.sleep_until(self._runtime.read_clock() + self._fetch_s),
-        )
+        meeting = self._get_meeting(rank)
+        timeout = self._runtime.sleep_until(self._runtime.read_clock() + self._fetch_s)
         if not meeting.is_done and await self._runtime.wait_any(meeting, timeout):
             raise PeerLost(rank, f"not met within {self._fetch_s:g} s")
         if meeting.error is not None:

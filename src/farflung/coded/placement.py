@@ -163,10 +163,8 @@ class Placement:
         Losses of none, of one, and so on up to :attr:`redundancy` devices are each summed over all sets, up to
         the first nonzero sum. Blocks that are being built count as present.
         """
-        active, unknowns = (
-            {partition.number for partition in registry.active_partitions},
-            registry.list_unknowns(kind),
-        )
+        active = {partition.number for partition in registry.active_partitions}
+        unknowns = registry.list_unknowns(kind)
         blocks = [
             block
             for block in [*self._list_host_blocks(registry, kind), *([] if extra is None else [extra])]

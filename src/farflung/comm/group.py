@@ -32,11 +32,9 @@ class BaseCommunicator(ABC):
         self.rank, self.size, self.sent_bytes = rank, size, sent_bytes
         self.auto_collectives: Mapping[int, str] = {}
         self._mailbox = mailbox
-        self.post_recv_buffer, self.cancel_exchange, self.advance_view = (
-            mailbox.post_recv_buffer,
-            mailbox.cancel_exchange,
-            mailbox.advance_view,
-        )
+        self.post_recv_buffer = mailbox.post_recv_buffer
+        self.cancel_exchange = mailbox.cancel_exchange
+        self.advance_view = mailbox.advance_view
         self.wait_for_join, self.wait_for_leave = mailbox.arrivals.get, mailbox.departures.get
 
     @abstractmethod
@@ -85,10 +83,8 @@ class WallCommunicator(BaseCommunicator):
         self.session = session
         """View of the members."""
         self.send, self.advance_view, self.reconnect = session.send, session.advance_view, session.reconnect
-        self.relay, self.get_traffic_nbytes = (
-            session.relay.serve_pair,
-            session.wait_monitor.get_traffic_nbytes,
-        )
+        self.relay = session.relay.serve_pair
+        self.get_traffic_nbytes = session.wait_monitor.get_traffic_nbytes
         self._native = native
 
     @override

@@ -353,11 +353,9 @@ class Receiver:
     def __init__(
         self, buffers: RecvBuffers, *, is_first_connection: bool, on_connection_count: Callable[[int], None]
     ) -> None:
-        self._buffers, self._is_first, self._on_connection_count = (
-            buffers,
-            is_first_connection,
-            on_connection_count,
-        )
+        self._buffers = buffers
+        self._is_first = is_first_connection
+        self._on_connection_count = on_connection_count
         self._scratch = memoryview(bytearray(_SCRATCH_NBYTES))
         self._begin = self._end = 0
         """Range of unread bytes in the scratch buffer."""

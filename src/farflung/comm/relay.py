@@ -33,12 +33,10 @@ class Relay:
     def __init__(
         self, transport: Transport, routes: RoutingTable, size: int, *, allow_detours: bool = False
     ) -> None:
-        self._transport, self._routes, self._size, self._allows_detours = (
-            transport,
-            routes,
-            size,
-            allow_detours,
-        )
+        self._transport = transport
+        self._routes = routes
+        self._size = size
+        self._allows_detours = allow_detours
         self.on_relay: Callable[[int, int], object] = lambda *_: None
         """Callback for each relayed message, with its payload bytes and destination."""
         self._greetings: dict[tuple[int, int], tuple[Message, object]] = {}

@@ -71,11 +71,9 @@ class Engine:
         steps: int | None = None,
     ) -> None:
         self._runtime, self._buckets, self._reducer, self._schedule = runtime, buckets, reducer, schedule
-        self._on_nonfinite, self._should_check_gradients, self._steps = (
-            on_nonfinite,
-            should_check_gradients,
-            steps,
-        )
+        self._on_nonfinite = on_nonfinite
+        self._should_check_gradients = should_check_gradients
+        self._steps = steps
         self._optimizer = optimizer
         self._extensions: list[Extension] = []
         self._merge_states = MergeStates(schedule, buckets, optimizer)

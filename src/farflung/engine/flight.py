@@ -145,9 +145,8 @@ class Flight:
 
     async def state_dict(self) -> State:
         """Returns the original input of the exchange, from which a resumed run repeats it."""
-        codec_state = (
-            self.state_before or self.unit.slot.state
-        )  # one whose result another rank gave never began
+        # One whose result another rank gave never began.
+        codec_state = self.state_before or self.unit.slot.state
         return {
             "number": self.unit.number,
             "step": self.step,

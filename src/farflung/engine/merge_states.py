@@ -160,15 +160,11 @@ class MergeStates:
         """Restores :meth:`state_dict`, with nothing in flight."""
         for merge, bucket, state in self:
             name, key = type(merge).__name__, str(bucket.index)
-            state.shared, state.local = (
-                _copy_state(shared[name][key], bucket),
-                _copy_state(local[name][key], bucket),
-            )
+            state.shared = _copy_state(shared[name][key], bucket)
+            state.local = _copy_state(local[name][key], bucket)
             state.anchor = state.shared.pop("anchor", None)
-            state.has_diverged, state.has_updates = (
-                state.shared.pop("has_diverged"),
-                state.local.pop("has_updates"),
-            )
+            state.has_diverged = state.shared.pop("has_diverged")
+            state.has_updates = state.local.pop("has_updates")
             state.pending = []
 
 

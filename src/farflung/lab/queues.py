@@ -236,10 +236,8 @@ class Queues:
             return
         bits = packet.bits * packet.pair.uses[packet.hop][1] / WIRE_OVER_PAYLOAD
         begin = max(packet.first_s, queue.free_s)
-        duration_s, share = (
-            self._compute_duration_s(queue.capacity, begin, bits),
-            min(1.0, SEGMENT_BITS / packet.bits),
-        )
+        duration_s = self._compute_duration_s(queue.capacity, begin, bits)
+        share = min(1.0, SEGMENT_BITS / packet.bits)
         packet.first_s = begin + share * duration_s
         queue.free_s = max(begin + duration_s, t + share * duration_s)
         self._push(queue.free_s, number, None)

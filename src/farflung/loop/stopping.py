@@ -116,10 +116,8 @@ class StopAgreement:
     async def _agree(self, comm: Communicator, view: int, members: Sequence[int]) -> None:
         """Agrees with the other members of a view; in an elastic run, returns only when the view ends."""
         elastic, peers = self._runtime.elastic, [rank for rank in members if rank != comm.rank]
-        request, report = (
-            Tag(Purpose.STOP.build_exchange_id(2 * view)),
-            Tag(Purpose.STOP.build_exchange_id(2 * view + 1)),
-        )
+        request = Tag(Purpose.STOP.build_exchange_id(2 * view))
+        report = Tag(Purpose.STOP.build_exchange_id(2 * view + 1))
         request_arrival = comm.recv_any(request, deadline_s=math.inf)
         if comm.rank not in members:
             await request_arrival  # until a view admits this replica

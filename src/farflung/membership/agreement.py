@@ -104,9 +104,8 @@ class Agreement:
         self.liveness = LivenessMonitor(self, self.log)
         if runtime.comm.size > 1:
             self.launch(self._receive_messages())
-            self.launch(
-                self._handle_new_connections()
-            )  # before departures: an earlier arrival may have left since
+            # Before departures: an earlier arrival may have left since.
+            self.launch(self._handle_new_connections())
             self.launch(self._handle_lost_connections())
             self.launch(self.liveness.watch_exchanges())
             self.launch(self.giver.serve_requests())

@@ -53,12 +53,10 @@ class Connections:
         schedule_processing: Callable[[], None],
     ) -> None:
         self._runtime, self._comm, self._member = runtime, runtime.comm, member
-        self._get_view, self._patience_s, self._can_return, self._schedule_processing = (
-            get_view,
-            patience_s,
-            can_return,
-            schedule_processing,
-        )
+        self._get_view = get_view
+        self._patience_s = patience_s
+        self._can_return = can_return
+        self._schedule_processing = schedule_processing
         self.closed_names = set[str]()
         """Names of processes whose connections are closed."""
         self.silent_names = set[str]()
@@ -98,9 +96,8 @@ class Connections:
             await self._runtime.sleep_until(start_s + seconds)
             if self._runtime.read_clock() <= start_s + 1.5 * seconds:
                 return names
-            self.resumed_s = (
-                self._runtime.read_clock()
-            )  # this process stalled: arrived messages are not handled yet
+            # This process stalled: arrived messages are not handled yet.
+            self.resumed_s = self._runtime.read_clock()
 
     def compute_silence_s(self, name: str) -> float:
         """Returns the seconds since the last sign of life of a member, without stalls of this process."""
@@ -188,11 +185,9 @@ class Connections:
         Returns:
           True if votes must wait for a connection.
         """
-        time_s, cuts, is_stranded = (
-            self._runtime.read_clock(),
-            self._member.find_cuts(),
-            self._member.is_stranded,
-        )
+        time_s = self._runtime.read_clock()
+        cuts = self._member.find_cuts()
+        is_stranded = self._member.is_stranded
         dial_s, repair_s = min(_DIAL_S, self._patience_s / 4), min(REPAIR_S, self._patience_s / 2)
         for _ in cuts.difference(self._cut_times):
             for seconds in (dial_s, repair_s):

@@ -72,11 +72,9 @@ class PaxosMembership:
             can_return=can_return, first_step=first_step, on_view=on_view,
         )  # fmt: skip
         self._runtime, self._log = runtime, self.agreement.log
-        self.find_change, self.count_batches, self.return_batches = (
-            self.roster.find_change,
-            self.roster.count_batches,
-            self.roster.return_batches,
-        )
+        self.find_change = self.roster.find_change
+        self.count_batches = self.roster.count_batches
+        self.return_batches = self.roster.return_batches
         """See :class:`farflung.membership.roster.Roster`."""
         self.probe = self.agreement.liveness.probe
         """See :class:`farflung.membership.liveness.LivenessMonitor`."""

@@ -119,12 +119,10 @@ class Follower:
         replace_changes: Callable[[Sequence[Any]], None],
     ) -> None:
         self._runtime, self._comm = runtime, runtime.comm
-        self._request_snapshot, self._request_admission, self._give_up, self._replace_changes = (
-            request_snapshot,
-            request_admission,
-            give_up,
-            replace_changes,
-        )
+        self._request_snapshot = request_snapshot
+        self._request_admission = request_admission
+        self._give_up = give_up
+        self._replace_changes = replace_changes
         self._parts: dict[str, _Content] = {}
         """Parts of snapshots, by digest."""
         self._view_number = 0

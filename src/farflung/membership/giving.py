@@ -116,9 +116,8 @@ class StatePublisher:
             source in self._roster.view.members
             and self._roster.first_steps.get(int(source), math.inf) <= self._log.step
         ):
-            self._send_news(
-                int(source), {"late": True}
-            )  # too late for a snapshot of a state before it begins
+            # Too late for a snapshot of a state before it begins.
+            self._send_news(int(source), {"late": True})
         else:
             self._add_request(int(source), int(numbers[0]))
             self.plan_snapshots()

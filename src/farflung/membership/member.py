@@ -359,11 +359,9 @@ class Member:
     def _cast_vote(self) -> None:
         """Casts a vote, once per ballot, if all participants have reported the same knowledge (R5)."""
         assert self.view is not None
-        part, dead, own_report = (
-            self._find_participants(),
-            tuple(sorted(self._view_certificates)),
-            self._build_report(),
-        )
+        part = self._find_participants()
+        dead = tuple(sorted(self._view_certificates))
+        own_report = self._build_report()
         if self.name not in part or not self._is_quorum(part, dead):
             return
         if self._vote is not None and self._vote.ballot >= own_report.ballot:
@@ -411,9 +409,8 @@ class Member:
             return View(self.view.number + 1, members, (), ())
         base = min(numbers[0] for numbers in held_exchanges.values())
         held_numbers = {x: {*range(base, held_exchanges[x][0]), *held_exchanges[x]} for x in held_exchanges}
-        givers = sorted(
-            held_exchanges, key=lambda x: (x in leaving_names, -len(held_numbers[x]))
-        )  # then by seniority
+        # Members that leave come last, then those that hold least; ties are by seniority.
+        givers = sorted(held_exchanges, key=lambda x: (x in leaving_names, -len(held_numbers[x])))
         newest = tuple(sorted(set().union(*held_numbers.values())))
         holders = tuple(tuple(x for x in givers if exchange in held_numbers[x]) for exchange in newest)
         return View(self.view.number + 1, members, newest, holders)

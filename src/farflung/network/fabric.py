@@ -30,11 +30,9 @@ class Flow:
         """Changes the rate from now on; at an equal rate the end does not change by a bit."""
         if rate_bps != self.rate_bps:
             left_bits = self.remaining_bits - self.rate_bps * (time_s - self._start_s)
-            self._start_s, self.remaining_bits, self.rate_bps = (
-                time_s,
-                (left_bits if left_bits > 0.0 else 0.0),
-                rate_bps,
-            )
+            self._start_s = time_s
+            self.remaining_bits = left_bits if left_bits > 0.0 else 0.0
+            self.rate_bps = rate_bps
             self.end_s = time_s + self.remaining_bits / rate_bps if rate_bps else math.inf
 
     def compute_remaining_bits(self, time_s: float) -> float:

@@ -294,10 +294,8 @@ class NetworkProfile:
 
     def get_round_trip_s(self, src_site: int, dst_site: int) -> float:
         """Returns the sum of both delays between the nodes of two of :attr:`sites`, in seconds."""
-        forward, backward = (
-            self.get_site_link(src_site, dst_site).link,
-            self.get_site_link(dst_site, src_site).link,
-        )
+        forward = self.get_site_link(src_site, dst_site).link
+        backward = self.get_site_link(dst_site, src_site).link
         return forward.latency_s + backward.latency_s
 
     def iter_links(self) -> Iterator[Link]:

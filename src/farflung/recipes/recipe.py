@@ -77,9 +77,7 @@ class Recipe:
           UnknownName: a component does not exist.
           ConfigError: an option is out of range, components are incompatible, or an object is rejected.
         """
-        from farflung.recipes.components import (
-            build_components,
-        )  # and torch, which a recipe in words does without
+        from farflung.recipes.components import build_components  # imports torch, which text does not need
 
         return build_components(self, seed, partition_index)
 

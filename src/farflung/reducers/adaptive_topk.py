@@ -170,10 +170,8 @@ class AdaptiveTopK(Reducer):
         if self.decide == "exact":
             _, sums = await CodecExchange(channel, self.collective, norms, step).sum(tensor.new_empty(0))
             shared = self._with_share(shared, sums.tolist())
-        packed_metadata, inner = (
-            torch.cat((pack_metadata(contribution), norms)),
-            get_nested_state(slot.state, "codec"),
-        )
+        packed_metadata = torch.cat((pack_metadata(contribution), norms))
+        inner = get_nested_state(slot.state, "codec")
         exchange = CodecExchange(channel, self.collective, packed_metadata, step, contribution.tensor.dtype)
         if shared["compress"]:
             path = start_all_gather(exchange, self._codec, method, inner, tensor)
@@ -225,12 +223,10 @@ class AdaptiveTopK(Reducer):
     async def _reduce_released(
         self, channel: Channel, slot: StateSlot, contribution: Contribution, step: int
     ) -> ReduceResult:
-        tensor, shared, local, method = (
-            compute_numerator(channel, contribution),
-            slot.state.shared,
-            slot.state.local,
-            self.method,
-        )
+        tensor = compute_numerator(channel, contribution)
+        shared = slot.state.shared
+        local = slot.state.local
+        method = self.method
         cost = partial(CodingCost, method=method, numel=tensor.numel())
         accumulated, chosen, left_out = channel.compute(
             cost("select"), partial(self._select, shared["runs"], tensor, local["residual"])

@@ -94,9 +94,8 @@ def prepare_run(
     out, resume = options.out, options.resume
     stored_settings = {} if resume is None else kind.load_settings(RunFolder(Path(resume)))
     temp_folder: TempFolder | None = None
-    with (
-        nullcontext() if resume is None else prefix_errors(f"--resume {resume}")
-    ):  # errors may be in its settings
+    # Errors may be in its settings.
+    with nullcontext() if resume is None else prefix_errors(f"--resume {resume}"):
         config = kind.resolve(stored_settings, *layers)
         if resume is not None:
             if out is not None and Path(out) != Path(resume):

@@ -194,11 +194,9 @@ class Gain:
 
     def load_state_dict(self, state: State) -> None:
         self.rule, self._rule_steps, self._pause_steps = state["rule"], state["age"], state["pause"]
-        self.steps, self._pending, self._sums = (
-            dict(state["steps"]),
-            dict(state["pending"]),
-            dict(state["sums"]),
-        )
+        self.steps = dict(state["steps"])
+        self._pending = dict(state["pending"])
+        self._sums = dict(state["sums"])
         self._scale = state["scale"]
 
     def _restart(self) -> None:

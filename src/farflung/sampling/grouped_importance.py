@@ -406,11 +406,9 @@ class GroupedImportance(ScoringSampler):
     def load_state_dict(self, state: State) -> None:
         ids = state["ids"].clone()
         self._set_table(ids, *(state[name].clone() for name in COLUMNS))
-        self._lifetime_steps, self._cursor, self._batch_rule = (
-            state["lifetime_steps"],
-            state["cursor"],
-            state["batch_rule"],
-        )
+        self._lifetime_steps = state["lifetime_steps"]
+        self._cursor = state["cursor"]
+        self._batch_rule = state["batch_rule"]
         for name, part in self._get_parts().items():
             part.load_state_dict(state[name])
 

@@ -104,11 +104,9 @@ class ScoringExtension(Extension):
     async def use_wait(self, step: int) -> None:
         """Does the work planned for a step, chunk by chunk."""
         compute, context = self._loop.runtime.compute, self._loop.batch_loader.build_wait_context(step)
-        begin, count, score = (
-            self._loop.runtime.read_clock(),
-            0,
-            self._loop.build_scorer(self._sampler.scored_by),
-        )
+        begin = self._loop.runtime.read_clock()
+        count = 0
+        score = self._loop.build_scorer(self._sampler.scored_by)
         due = self._sampler.plan_wait(context, self._loop.runtime.decide_locally)
         for ids in due.scores:
             scores = await compute(Cost("score", len(ids)), partial(score, ids))

@@ -44,12 +44,10 @@ class VirtualCodingProcessor:
         read_running_s: Callable[[], float],
         call_when_running: Callable[[float, Callable[[], None]], None],
     ) -> None:
-        self._rates, self._slowdown, self._read_running_s, self._call_when_running = (
-            rates,
-            slowdown,
-            read_running_s,
-            call_when_running,
-        )
+        self._rates = rates
+        self._slowdown = slowdown
+        self._read_running_s = read_running_s
+        self._call_when_running = call_when_running
         self._byte_s = rates.copy_s_per_byte + (rates.encrypt_s_per_byte if is_encrypted else 0.0)
         self._idle_from_s = 0.0
         """Running time at which all requested work is done."""

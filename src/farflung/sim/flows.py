@@ -249,10 +249,8 @@ class Flows:
             lost, repeat = (
                 draw_uniform(self._seed, queue.src, queue.dst, queue.num_sent, index) for index in (1, 2)
             )
-            bits, duration_s = (
-                message.total_bits * queue.path.num_connections,
-                self._clock.time() - message.began_s,
-            )
+            bits = message.total_bits * queue.path.num_connections
+            duration_s = self._clock.time() - message.began_s
             path, is_last = queue.path, not queue.queue
             delay += compute_repair_s(
                 bits, duration_s, path.round_trip_s, path.loss, (lost, repeat), is_last=is_last

@@ -164,11 +164,9 @@ class VirtualWorld:
                 coroutine.close()
         if self.environment.error is not None:
             raise self.environment.error
-        running, errors, hung = (
-            self.environment.running_tasks,
-            self.environment.rank_errors,
-            self.environment.find_hung(),
-        )
+        running = self.environment.running_tasks
+        errors = self.environment.rank_errors
+        hung = self.environment.find_hung()
         lost_ranks = self.environment.crashed_ranks | hung
         if errors and lost_ranks.issuperset(running):
             raise next(iter(errors.values()))

@@ -383,10 +383,8 @@ class LiveStream(Stream):
 
     def _has_room(self) -> bool:
         """Returns True if much room is left, or any room while a step waits."""
-        room, threshold = (
-            self._compute_room(),
-            self._half_backlog if self._is_paused else min(self._half_backlog, CHUNK),
-        )
+        room = self._compute_room()
+        threshold = self._half_backlog if self._is_paused else min(self._half_backlog, CHUNK)
         return room is None or room > threshold or (room > 0 and self._step_ready is not None)
 
     def _take_records(self, batches: Sequence[Records]) -> None:
@@ -416,11 +414,9 @@ class LiveStream(Stream):
         """Decodes new or formerly held messages; returns samples by id, and errors by position."""
         samples: dict[int, Any] = {}
         refused: dict[int, Exception] = {}
-        partition, first_new, keep = (
-            records.partition,
-            self._next_positions[records.partition],
-            self._messages.check_message,
-        )
+        partition = records.partition
+        first_new = self._next_positions[records.partition]
+        keep = self._messages.check_message
         for position, value in zip(records.positions, records.values, strict=True):
             sample_id = position * STRIDE + partition
             if position >= first_new or sample_id in self._reread_ids:

@@ -204,9 +204,8 @@ class Rendezvous:
                     return True
         except RuntimeError:  # the store has ended: no member can restart
             return True
-        lost_ranks = [
-            rank for rank in self._peers if not is_due(rank)
-        ]  # the others may wait for one of these
+        # The others may wait for one of these.
+        lost_ranks = [rank for rank in self._peers if not is_due(rank)]
         raise DeadlinePassed(
             (lost_ranks or unconfirmed)[0],
             "its word that it has met all others",

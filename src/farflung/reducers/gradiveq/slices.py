@@ -283,10 +283,8 @@ class SliceCoder:
         """Yields each layer in a segment: first and last slice, their means, and the basis."""
         number = 0
         for layer, mean, basis in self._layers:
-            first, last = (
-                max(segment.first_slice - number, 0),
-                min(segment.last_slice - number, layer.num_slices),
-            )
+            first = max(segment.first_slice - number, 0)
+            last = min(segment.last_slice - number, layer.num_slices)
             if first < last:
                 yield layer, first, last, mean[first:last], basis
             number += layer.num_slices
