@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from farflung.tasks import Pending, create_completed
-from farflung.types import AllReduce, CodingCost, Counts, Group, Payload, Runtime, Tag, TensorSpec
+from farflung.types import AllReduce, Counts, Group, Payload, Runtime, Tag, TensorSpec
 
 __all__ = [
     "PURPOSES",
@@ -150,11 +150,10 @@ class ExchangeChannel:
         self._num_hops += count
         return first
 
-    def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
-        """Runs ``fn`` now; charges a modelled device for it."""
+    def charge(self, operation: str, numel: int, method: str = "") -> None:
+        """Charges a modelled device for the arithmetic that follows."""
         if self._coding_processor is not None:
-            self._coding_processor.charge(cost)
-        return fn()
+            self._coding_processor.charge(operation, numel, method)
 
     def wait_computed(self) -> Pending[None]:
         """Completes when the modelled device has finished all computations."""

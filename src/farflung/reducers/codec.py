@@ -43,7 +43,6 @@ from farflung.types import (
     Channel,
     Codec,
     CodecState,
-    CodingCost,
     Contribution,
     Reducer,
     ReduceResult,
@@ -131,11 +130,11 @@ class CodecReducer(Reducer):
         average_factor = get_divisor(metadata) / channel.size
 
         def learn(state: CodecState) -> CodecState:
+            channel.charge("learn", mean.numel(), format_codec(self.codec))
             average = mean if average_factor == 1.0 else mean * average_factor
             return self._wrap_state(state, path.update_state(self._unwrap_state(state)[0], average))
 
-        cost = CodingCost("learn", format_codec(self.codec), total.numel())
-        return replace(result, update_state=lambda current: channel.compute(cost, partial(learn, current)))
+        return replace(result, update_state=learn)
 
     def _start(
         self, exchange: CodecExchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
