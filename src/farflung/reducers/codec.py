@@ -30,6 +30,7 @@ from farflung.reducers.aggregation import (
     strip_feedback,
 )
 from farflung.reducers.base import (
+    build_result,
     cast_mean,
     compute_mean,
     compute_numerator,
@@ -117,8 +118,11 @@ class CodecReducer(Reducer):
         exchange = CodecExchange(
             channel, self.collective, pack_metadata(contribution), step, contribution.tensor.dtype
         )
+        tensor = compute_numerator(channel, contribution)
+        if isinstance(self.codec, Identity):
+            return build_result(channel, *await exchange.sum_dense(tensor), contribution.tensor.dtype)
         state, seeds = self._unwrap_state(slot.state)
-        path = self._start(exchange, self.codec, state, compute_numerator(channel, contribution), seeds)
+        path = self._start(exchange, self.codec, state, tensor, seeds)
         slot.state = self._wrap_state(slot.state, path.state)
         total, metadata = await path.finish()
         mean = compute_mean(channel, total, metadata)

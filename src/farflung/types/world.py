@@ -93,10 +93,6 @@ class CodingProcessor(Protocol):
 class Group(Protocol):
     """Ranks that exchange, with messages between two and sums over all; calls return immediately."""
 
-    auto_collectives: Mapping[int, str]
-    """Collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks and resolved when a run is
-    created. Tensors of other sizes use a rule by size.
-    """
     sent_bytes: SentBytes
     """Bytes that this replica has sent. :meth:`send` counts tensors; bytes sent by other means are added by
     :meth:`Channel.count_sent`.
@@ -171,6 +167,11 @@ class Group(Protocol):
 
 class Communicator(Group, Protocol):
     """Group of one membership view, with joins, leaves and reconnections of its members."""
+
+    auto_collectives: Mapping[int, str]
+    """Collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks and resolved when a run is
+    created. Tensors of other sizes use a rule by size.
+    """
 
     def recv_any(
         self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
@@ -299,11 +300,6 @@ class Channel(Protocol):
 
     @property
     def size(self) -> int: ...
-
-    @property
-    def auto_collectives(self) -> Mapping[int, str]:
-        """See :attr:`Communicator.auto_collectives`."""
-        ...
 
     @property
     def sent_nbytes(self) -> int: ...
