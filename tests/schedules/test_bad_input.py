@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from farflung.attach_checks import describe_attach_support
 from farflung.errors import ConfigError, NonFinite, Unsupported
-from farflung.handle import attach, describe_attach_support
+from farflung.handle import attach
 from farflung.recipes import parse_recipe
 from farflung.types import Batch
 from farflung.workloads import Quadratic

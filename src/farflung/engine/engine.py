@@ -116,6 +116,16 @@ class Engine:
         self._extensions += extensions
         self._metadata.extend(name for extension in extensions for name in extension.names)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that take batches at the current round, or at the next one."""
+        elastic = self._runtime.elastic
+        return (
+            tuple(range(self._runtime.comm.size))
+            if elastic is None
+            else elastic.find_change(self.round_number).ranks
+        )
+
     # --- a step -----------------------------------------------------------------------------------------------
 
     def has_gradient_transfers(self, step: int) -> bool:
