@@ -359,6 +359,17 @@ class Engine:
         else:
             self.reducer_states.load_state_dict(*states)
 
+    def take_over(self, state: State) -> None:
+        """Continues the rounds and counts of an engine that has flushed, without its states.
+
+        Args:
+          state: State of that engine, from :meth:`state_dict`; the parameters are loaded already.
+        """
+        self.round_number = state["shared"]["round_number"]
+        self.sent_nbytes, self.peak_nbytes = state["local"]["sent_nbytes"], state["local"]["peak_nbytes"]
+        self.times.resume_from(state["local"]["elapsed_s"])
+        self.restart()
+
     # --- launching --------------------------------------------------------------------------------------------
 
     def _plan_transfers(self, step: int) -> list[Transfer]:
