@@ -238,7 +238,7 @@ class Checkpointer:
             ),
         }
         self._load_model(shared_state, replica_state)
-        self.engine.take_over({"shared": shared, "local": local})
+        self.engine.load_state_dict({"shared": shared, "local": local}, counts_only=True)
         if old["sampler"] == new["sampler"]:
             self.batch_loader.components.sampler.load_state_dict(replica_state["sampler"])
             self._load_extensions(replica_state["extensions"])
