@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import farflung
+from farflung.attach_checks import describe_attach_support
 from farflung.codecs import TopK, error_feedback
 from farflung.errors import ConfigError
-from farflung.handle import describe_attach_support
 from farflung.recipes import RECIPES, Recipe
 from farflung.state_trees import load_tree
 from farflung.telemetry import Event
@@ -379,10 +379,10 @@ def test_what_would_train_apart_is_said_once(pool: Pool, kind: str, says: list[s
 
 def test_what_trains_is_looked_through_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(farflung.Handle, "_check_all_exchanged", lambda handle: looked.append(handle.step))
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with farflung.attach(model, optimizer):
+    with farflung.attach(model, optimizer) as handle:
+        monkeypatch.setattr(handle._checks, "check_all_exchanged", lambda: looked.append(handle.step))
         for _ in range(3):
             model(torch.ones(2)).sum().backward()
             optimizer.step()

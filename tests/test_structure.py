@@ -58,8 +58,9 @@ ORDER: list[set[str]] = [
     {"workloads"},
     {"loop"},
     {"wall", "sim"},
-    {"calibration", "recipes", "attach_checks"},
-    {"importance"},
+    {"calibration", "recipes"},
+    {"attach_checks"},
+    {"importance", "step_tracker"},
     {"handle"},
     {"ddp"},
     {"integrations"},
@@ -417,7 +418,7 @@ def test_the_reference_has_every_public_name_once_and_nothing_else() -> None:
 
 # --- classes and parts ------------------------------------------------------------------------------------------
 
-MOST_FUNCTIONS = 49
+MOST_FUNCTIONS = 42
 """Of one class: as many as today's largest has."""
 MOST_BY_UNIT = {"comm": 34, "membership": 34, "wall": 26}
 """The same for some packages."""
