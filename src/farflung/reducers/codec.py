@@ -31,8 +31,6 @@ from farflung.reducers.aggregation import (
 )
 from farflung.reducers.base import (
     build_result,
-    cast_mean,
-    compute_mean,
     compute_numerator,
     format_codec,
     get_divisor,
@@ -125,17 +123,15 @@ class CodecReducer(Reducer):
         path = self._start(exchange, self.codec, state, tensor, seeds)
         slot.state = self._wrap_state(slot.state, path.state)
         total, metadata = await path.finish()
-        mean = compute_mean(channel, total, metadata)
-        result = ReduceResult(
-            cast_mean(channel, mean, contribution.tensor.dtype), float(metadata[0]), metadata[1:]
-        )
+        result = build_result(channel, total, metadata, contribution.tensor.dtype)
         if self.codec.is_stateless and not self._needs_segment_seeds:
             return result
+        # By now ``total`` is the mean, in the dtype of the numerators.
         average_factor = get_divisor(metadata) / channel.size
 
         def learn(state: CodecState) -> CodecState:
-            channel.charge("learn", mean.numel(), format_codec(self.codec))
-            average = mean if average_factor == 1.0 else mean * average_factor
+            channel.charge("learn", total.numel(), format_codec(self.codec))
+            average = total if average_factor == 1.0 else total * average_factor
             return self._wrap_state(state, path.update_state(self._unwrap_state(state)[0], average))
 
         return replace(result, update_state=learn)
@@ -145,7 +141,7 @@ class CodecReducer(Reducer):
     ) -> StartedAggregation:
         if isinstance(codec, RoutedCodec):
             return self._start_routes(exchange, codec, state, tensor, seeds)
-        if isinstance(codec, Identity):
+        if isinstance(codec, Identity):  # of some parameters alone
             return StartedAggregation(state, partial(exchange.sum_dense, tensor))
         path = self._choose_phases(codec, state)
         if path == "two" and exchange.channel.size > 1:
