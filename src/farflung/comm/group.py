@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.comm.collectives import find_collective
+from farflung.comm.collectives import AUTO, auto, find_collective
 from farflung.comm.mailbox import Mailbox
 from farflung.comm.view import ViewSession
 from farflung.tasks import Pending
@@ -63,7 +64,7 @@ class BaseCommunicator(ABC):
         return math.inf
 
     def get_collective(self, name: str) -> AllReduce:
-        return find_collective(name).run
+        return partial(auto, self.auto_collectives) if name == AUTO else find_collective(name).run
 
 
 class WallCommunicator(BaseCommunicator):

@@ -13,7 +13,7 @@ from farflung.comm import ExchangeChannel
 from farflung.comm.channel import describe_tag
 from farflung.errors import Unsupported, WaitEnded
 from farflung.tasks import Pending, create_failed
-from farflung.types import AllReduce, Counts, Group, Payload, Tag, TensorSpec
+from farflung.types import Counts, Group, Payload, Tag, TensorSpec
 
 __all__ = ["Subgroup", "ViewChannel"]
 
@@ -77,14 +77,8 @@ class Subgroup:
         self._comm, self.ranks = comm, tuple(ranks)
         self.rank, self.size = self.ranks.index(comm.rank), len(self.ranks)
         self.coding_processor, self.sent_bytes = comm.coding_processor, comm.sent_bytes
-
-    @property
-    def auto_collectives(self) -> Mapping[int, str]:
-        return self._comm.auto_collectives
-
-    @auto_collectives.setter
-    def auto_collectives(self, names: Mapping[int, str]) -> None:
-        self._comm.auto_collectives = names
+        self.get_collective = comm.get_collective
+        self.auto_collectives: Mapping[int, str] = {}
 
     def send(self, payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
         return self._comm.send(payload, self.ranks[dst], tag, priority)
@@ -101,9 +95,6 @@ class Subgroup:
 
     def post_recv_buffer(self, src: int, tag: Tag, buffer: Tensor) -> None:
         self._comm.post_recv_buffer(self.ranks[src], tag, buffer)
-
-    def get_collective(self, name: str) -> AllReduce:
-        return self._comm.get_collective(name)
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
         del tensor, tag

@@ -201,7 +201,7 @@ def train_replica(
                 if size < comm.size:  # later joiners are not present yet
                     runtime.comm = cast("WallCommunicator", Subgroup(comm, range(size)))
                 collective = resolve_run_collective(settle, config.recipe, replica, start)
-                runtime.comm = comm
+                comm.auto_collectives, runtime.comm = runtime.comm.auto_collectives, comm
             if config.elastic:
                 can_grow = config.max_ranks > config.workers
                 takes = JoinTerms(config.to_json(), config.max_ranks, publish) if can_grow else None

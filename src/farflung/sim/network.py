@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from farflung.comm import BaseCommunicator
 from farflung.comm.channel import get_exchange_kind
-from farflung.comm.collectives import find_collective
 from farflung.comm.collectives.segments import cut_segments, sum_in_order
 from farflung.comm.mailbox import Mailbox
 from farflung.errors import PeerLost, Unsupported
@@ -250,7 +249,7 @@ class VirtualCommunicator(BaseCommunicator):
     @override
     def get_collective(self, name: str) -> AllReduce:
         sums = self._network.untimed_all_reduce
-        return sums.sum_direct if sums is not None and name == "direct" else find_collective(name).run
+        return sums.sum_direct if sums is not None and name == "direct" else super().get_collective(name)
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
         """Returns a failed completion, since virtual time has no backend."""

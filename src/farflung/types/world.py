@@ -18,7 +18,6 @@ __all__ = [
     "AllReduce",
     "Change",
     "Channel",
-    "CodingCost",
     "CodingProcessor",
     "Communicator",
     "Cost",
@@ -47,7 +46,7 @@ class SegmentCoding(Protocol):
 
     @property
     def method(self) -> str:
-        """Name of the encoding in its costs; see :class:`CodingCost`."""
+        """Name of the encoding for charges; see :meth:`Channel.charge`."""
         ...
 
     def encode(self, tensor: Tensor, segment: Segment, count: int) -> Payload:
@@ -76,28 +75,14 @@ class AllReduce(Protocol):
         ...
 
 
-class CodingCost(NamedTuple):
-    """Arithmetic of an exchange, for which virtual time charges.
-
-    Args:
-      operation: Operation, for example ``"encode"``, ``"decode"``, ``"add"`` or ``"learn"``.
-      method: Codec or reducer as written in recipes; empty for plain additions.
-      numel: Number of elements of the dense tensor.
-    """
-
-    operation: str
-    method: str
-    numel: int
-
-
 class CodingProcessor(Protocol):
     """Processor of a modelled device that runs the arithmetic of exchanges in sequence.
 
     On the wall clock this is the communication thread.
     """
 
-    def charge(self, cost: CodingCost) -> None:
-        """Queues an operation behind those charged before."""
+    def charge(self, operation: str, numel: int, method: str) -> None:
+        """Queues an operation behind those charged before; see :meth:`Channel.charge`."""
         ...
 
     def wait_idle(self) -> Pending[None]:
@@ -108,10 +93,6 @@ class CodingProcessor(Protocol):
 class Group(Protocol):
     """Ranks that exchange, with messages between two and sums over all; calls return immediately."""
 
-    auto_collectives: Mapping[int, str]
-    """Collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks and resolved when a run is
-    created. Tensors of other sizes use a rule by size.
-    """
     sent_bytes: SentBytes
     """Bytes that this replica has sent. :meth:`send` counts tensors; bytes sent by other means are added by
     :meth:`Channel.count_sent`.
@@ -186,6 +167,11 @@ class Group(Protocol):
 
 class Communicator(Group, Protocol):
     """Group of one membership view, with joins, leaves and reconnections of its members."""
+
+    auto_collectives: Mapping[int, str]
+    """Collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks and resolved when a run is
+    created. Tensors of other sizes use a rule by size.
+    """
 
     def recv_any(
         self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
@@ -316,11 +302,6 @@ class Channel(Protocol):
     def size(self) -> int: ...
 
     @property
-    def auto_collectives(self) -> Mapping[int, str]:
-        """See :attr:`Communicator.auto_collectives`."""
-        ...
-
-    @property
     def sent_nbytes(self) -> int: ...
 
     def count_sent(self, nbytes: Counts) -> None:
@@ -335,11 +316,16 @@ class Channel(Protocol):
         """Reserves ``count`` consecutive hops for one collective or round; returns the first."""
         ...
 
-    def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
-        """Runs ``fn`` immediately, on the wall clock and in virtual time, which charges the modelled seconds.
+    def charge(self, operation: str, numel: int, method: str = "") -> None:
+        """Charges a modelled device for the arithmetic that follows; does nothing on the wall clock.
 
         Messages sent afterwards leave when the seconds charged so far have passed. The end of an exchange awaits
         :meth:`wait_computed`.
+
+        Args:
+          operation: Operation, for example ``"encode"``, ``"decode"``, ``"add"`` or ``"learn"``.
+          numel: Number of elements of the dense tensor.
+          method: Codec or reducer as written in recipes; empty for plain additions and copies.
         """
         ...
 
