@@ -85,7 +85,7 @@ def test_what_passes_cannot_be_read(
     for proxy in store.proxies.values():
         for sent in (struct.pack("<f", 6.0) * 16, b"settings"):
             assert (sent not in proxy.passed) is encrypt
-    assert [comm.session.transport.num_refused for comm in members.comms] == [0, 0, 0]
+    assert [comm.session.transport.refusals.num_messages for comm in members.comms] == [0, 0, 0]
 
 
 def test_replicas_prove_themselves_with_keys_of_their_own(run: Callable[..., Run]) -> None:
@@ -151,7 +151,8 @@ def test_a_connection_that_is_cut_is_a_lost_member_at_once(
 
 
 async def _receive(runtime: WallRuntime) -> Payload:
-    return await runtime.comm.recv(1, tag(99))
+    payload: Payload = await runtime.comm.recv(1, tag(99))
+    return payload
 
 
 # --- what the store may say -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from farflung.comm.mailbox import Mailbox, PendingRecv
     from farflung.comm.peer import Peer
     from farflung.comm.tcp import TcpTransport
-    from farflung.comm.transport import ConnectionTraffic, Listener, Transport
+    from farflung.comm.transport import ConnectionTraffic, Listener, Refusals, Transport
     from farflung.comm.view import ViewSession
 else:
     __getattr__, __dir__ = build_lazy_attributes(
@@ -34,7 +34,7 @@ else:
             "mailbox": "Mailbox PendingRecv",
             "peer": "Peer",
             "tcp": "TcpTransport",
-            "transport": "Listener ConnectionTraffic Transport",
+            "transport": "Listener ConnectionTraffic Refusals Transport",
             "view": "ViewSession",
         },
     )
@@ -56,6 +56,7 @@ __all__ = [
     "Peer",
     "PendingRecv",
     "Purpose",
+    "Refusals",
     "ResultCodec",
     "TcpTransport",
     "Transport",
