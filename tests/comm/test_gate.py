@@ -425,7 +425,7 @@ def test_a_connection_that_says_nothing_is_cut_off(members: Group, clock: Clock)
         links = [stack.enter_context(knock(first)) for _ in range(5)]
         for link in links[::2]:
             link.sendall(CLIENT_HELLO[:5])
-        early = members.transports[0].handshaker.unauthenticated
+        early = members.transports[0].handshaker.connections
         members.until(lambda: sum(link.dialed_rank is None for link in early) == 5)
         clock.now_s = handshake.HANDSHAKE_S - 0.1
         work(members)

@@ -31,6 +31,7 @@ def communicator(
     view = ViewSession(transport, 3, read_clock=lambda: 0.0)
     for rank in (0, 2):
         view.members.by_rank[rank].has_greeted = True
+        view.members.routes.next_hops[rank] = rank
     view.stage = stage
     return WallCommunicator(view, **settings)
 

@@ -285,12 +285,10 @@ class Connection:
         """Reads as :meth:`read_available` does; returns False if the connection is closed or paused."""
         if self.state is ConnectionState.HANDSHAKING:
             self._continue_handshake()
-        elif self._is_paused:
-            self._parse_bytes(0)
         receive = self._read_socket if self.tls is None else self._read_tls
         remaining_nbytes = LOCAL_PIECE_NBYTES
         while remaining_nbytes > 0:
-            if self.state is ConnectionState.CLOSED or self._is_paused:
+            if self.state is ConnectionState.CLOSED:
                 return False
             if self.state is ConnectionState.CLOSING:
                 nbytes = len(self.sock.recv(1 << 16))
@@ -300,6 +298,11 @@ class Connection:
                 self._introduction += buffer[:nbytes]
                 if nbytes and len(self._introduction) == self._expected_nbytes:
                     self._handshaker.handle_introduction(self, self._introduction)
+            elif self.receiver.is_paused:
+                self._parse_bytes(0)
+                if self.receiver.is_paused:
+                    return False
+                continue
             else:
                 nbytes = receive(self.receiver.get_buffer())
                 if nbytes:
