@@ -151,8 +151,7 @@ def test_a_connection_that_is_cut_is_a_lost_member_at_once(
 
 
 async def _receive(runtime: WallRuntime) -> Payload:
-    payload: Payload = await runtime.comm.recv(1, tag(99))
-    return payload
+    return await runtime.comm.recv(1, tag(99))
 
 
 # --- what the store may say -------------------------------------------------------------------------------------

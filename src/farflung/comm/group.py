@@ -13,7 +13,7 @@ from farflung.comm.collectives import find_collective
 from farflung.comm.mailbox import Mailbox
 from farflung.comm.view import ViewSession
 from farflung.tasks import Pending
-from farflung.types import AllReduce, SentBytes, Tag
+from farflung.types import AllReduce, Payload, SentBytes, Tag
 
 __all__ = ["BaseCommunicator", "WallCommunicator"]
 
@@ -31,7 +31,8 @@ class BaseCommunicator:
     def __init__(self, mailbox: Mailbox, rank: int, size: int, sent_bytes: SentBytes) -> None:
         self.rank, self.size, self.sent_bytes = rank, size, sent_bytes
         self.auto_collectives: Mapping[int, str] = {}
-        self.recv, self.recv_any = mailbox.recv, partial(mailbox.recv, None)
+        self.recv: Callable[..., Pending[Payload]] = mailbox.recv
+        self.recv_any: Callable[..., Pending[tuple[int, Payload]]] = partial(mailbox.recv, None)
         self.post_recv_buffer = mailbox.post_recv_buffer
         self.cancel_exchange = mailbox.cancel_exchange
         self.advance_view = mailbox.advance_view
