@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from farflung.comm import ConnectionTraffic, Listener, Peer, Refusals
+from farflung.comm import ConnectionTraffic, EventLoop, Listener, Peer, Refusals
 from farflung.comm.keys import Keys
-from farflung.comm.loop import EventLoop
 from farflung.comm.wire import Frame, read_head
 from farflung.errors import PeerLost
 from farflung.tasks import Pending, create_completed, create_failed

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, find_collective
     from farflung.comm.endpoint import Endpoint
     from farflung.comm.group import BaseCommunicator, WallCommunicator
+    from farflung.comm.loop import EventLoop
     from farflung.comm.mailbox import Mailbox, PendingRecv
     from farflung.comm.peer import Peer
     from farflung.comm.tcp import TcpTransport
@@ -31,6 +32,7 @@ else:
             "collectives": "AUTO COLLECTIVES Coding Collective find_collective",
             "group": "BaseCommunicator WallCommunicator",
             "endpoint": "Endpoint",
+            "loop": "EventLoop",
             "mailbox": "Mailbox PendingRecv",
             "peer": "Peer",
             "tcp": "TcpTransport",
@@ -49,6 +51,7 @@ __all__ = [
     "Collective",
     "ConnectionTraffic",
     "Endpoint",
+    "EventLoop",
     "ExchangeChannel",
     "ExchangeHandle",
     "Listener",
