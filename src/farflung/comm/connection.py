@@ -194,7 +194,7 @@ class Connection:
                 self._is_broken = True  # bytes that arrived before are read first; reading then finds the end
                 self._unsent.clear()
                 return
-            ends_measurement = self._is_blocked and self.pieces.record_sent(sent)
+            has_measured = self._is_blocked and self.pieces.record_sent(sent)
             while sent:
                 first = self._unsent[0]
                 self._unsent[0] = first[sent:]
@@ -202,7 +202,7 @@ class Connection:
                 if not self._unsent[0]:
                     del self._unsent[0]
             if self.remote is not None and self.pieces.is_adaptive:
-                if ends_measurement:
+                if has_measured:
                     self.remote.handle_busy(self)
                 if not self._unsent and self.remote.sender.has_data(is_first_connection=self.index == 0):
                     self._watch_writable()  # the next piece is taken when the kernel has sent most of this one

@@ -226,8 +226,9 @@ class Handshaker:
             connection.end(ConnectionError("another certificate"))
 
     def _has_certificate_of(self, connection: Connection, peer: Peer) -> bool:
-        return connection.tls is None or connection.tls.get_peer_certificate() == convert_to_der(
-            peer.key or ""
+        return self._transport.keys is None or (
+            connection.tls is not None
+            and connection.tls.get_peer_certificate() == convert_to_der(peer.key or "")
         )
 
     def handle_introduction(self, connection: Connection, data: bytes) -> None:

@@ -58,6 +58,11 @@ class ViewMember:
     early_messages: list[Message] = field(default_factory=list)
     """Relayed messages that arrived before its greeting."""
 
+    @property
+    def is_present(self) -> bool:
+        """True if it has greeted and is neither lost nor has left."""
+        return self.has_greeted and not self.is_gone
+
 
 class ViewMembers:
     """Other members of a view, and the control messages between them.
@@ -97,19 +102,15 @@ class ViewMembers:
         self._settings = {"number of replicas": size, **(settings or {})}
         self._end_message: tuple[MessageKind, dict[str, Json]] | None = None
         """Kind and body of the message that announces this rank's own end."""
-        mailbox.ended.add_done_callback(self._fail_ready)
+        self.ready.follow(mailbox.ended)
         if not self.by_rank:
             self.ready.set_result(None)
             transport.set_expected(0)
 
-    def _fail_ready(self, ended: Pending[None]) -> None:
-        assert ended.error is not None
-        self.ready.set_exception(ended.error)
-
     @property
     def present_ranks(self) -> set[int]:
-        """Ranks of the members that have greeted and are neither lost nor have left."""
-        return {rank for rank, member in self.by_rank.items() if member.has_greeted and not member.is_gone}
+        """Ranks of the members that are present."""
+        return {rank for rank, member in self.by_rank.items() if member.is_present}
 
     @property
     def remaining_ranks(self) -> set[int]:

@@ -390,7 +390,8 @@ class WallRuntime:
             return list(peers.values())
 
         def is_due(rank: int) -> bool:
-            return not self.session.mailbox.ended.is_done and rank in self.session.members.present_ranks
+            member = self.session.members.by_rank.get(rank)
+            return not self.session.mailbox.ended.is_done and member is not None and member.is_present
 
         self._connect(exchange_peers)
         try:
