@@ -248,7 +248,7 @@ def test_settled_is_what_the_other_kernel_has() -> None:
         members.meet()
         link = members.transports[0]._remotes[1].connections[0]
         members.comms[0].send(Payload((torch.zeros(20_000_000),)), 1, tag(1))
-        assert link.count_undelivered_nbytes()
+        members.until(lambda: link.count_undelivered_nbytes() > 0)
         arrived = members.comms[1].recv(0, tag(1))
         members.until(lambda: arrived.is_done)
         members.until(lambda: not link.count_undelivered_nbytes())
