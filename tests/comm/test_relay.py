@@ -245,6 +245,18 @@ def test_there_is_room_for_one_message_before_a_greeting(group: Callable[..., Gr
     members.meet()
 
 
+def test_a_greeting_after_its_admission_was_revoked_is_refused(group: Callable[..., Group]) -> None:
+    members = group(3, *BEHIND_1, about={"needs_all_members": False})
+    receiver = members.views[2]
+    admitted = receiver.members.reconnect(0)
+    receiver.members.revoke_admission(0, PeerLost(0, "it took too long"))
+    assert str(admitted.error) == "lost rank 0: it took too long"
+    receiver.handle_message(1, relayed(0, 2, text(b'{"rank": 0}'), MessageKind.HELLO))
+    assert receiver.transport.refusals.num_messages == 1
+    assert receiver.members.present_ranks == {1}
+    assert receiver.mailbox.ended.error is None
+
+
 def test_settings_are_compared_through_a_relay(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1, meets=False, settings=[{"steps": 1}, {"steps": 1}, {"steps": 2}])
     members.views[1].members._compare_settings = lambda *_: None  # type: ignore[method-assign]
