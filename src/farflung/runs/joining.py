@@ -239,8 +239,8 @@ def train_replica(
             runtime.close(error)
             raise
         finally:
-            if runtime.session.refusals:
-                telemetry.emit("refused", t=runtime.read_clock(), **runtime.session.refusals)
+            if refused := runtime.session.transport.refusals.to_json():
+                telemetry.emit("refused", t=runtime.read_clock(), **refused)
         runtime.close()
         if refusals := count_refusals(read_events(files.get_telemetry_path(rank))):
             summary["refused"] = dict(refusals)

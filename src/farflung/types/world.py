@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
+from typing_extensions import override
+
 from farflung.tasks import Pending
 from farflung.types.tensors import Counts, Json, Payload, Segment, SentBytes, TensorSpec
 
@@ -123,14 +125,7 @@ class Group(Protocol):
         """
         ...
 
-    def recv(
-        self,
-        src: int,
-        tag: Tag,
-        expect: tuple[TensorSpec, ...] | None = None,
-        *,
-        deadline_s: float | None = None,
-    ) -> Pending[Payload]:
+    def recv(self, src: int, tag: Tag, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         """Receives the message with this tag from ``src``; its tensors are read-only.
 
         Args:
@@ -138,8 +133,6 @@ class Group(Protocol):
           tag: Tag of the message.
           expect: Specs of its tensors; others fail the wait with :class:`farflung.errors.ProtocolError`. ``None``
             allows any up to the communicator's bound.
-          deadline_s: Seconds until this wait alone fails with :class:`farflung.errors.DeadlinePassed`; ``math.inf``
-            never fails. ``None`` uses the run's deadline, which ends the view.
         """
         ...
 
@@ -172,6 +165,26 @@ class Communicator(Group, Protocol):
     """Collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks and resolved when a run is
     created. Tensors of other sizes use a rule by size.
     """
+
+    @override
+    def recv(
+        self,
+        src: int,
+        tag: Tag,
+        expect: tuple[TensorSpec, ...] | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> Pending[Payload]:
+        """Receives as :meth:`Group.recv`.
+
+        Args:
+          src: Sending rank.
+          tag: Tag of the message.
+          expect: Specs of its tensors.
+          deadline_s: Seconds until this wait alone fails with :class:`farflung.errors.DeadlinePassed`; ``math.inf``
+            never fails. ``None`` uses the run's deadline, which ends the view.
+        """
+        ...
 
     def recv_any(
         self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
