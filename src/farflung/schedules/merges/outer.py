@@ -54,9 +54,16 @@ class Outer(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the change since the anchor; no copy is saved if the mean is applied before the next step."""
-        update = bucket.copy_weights().sub_(get_anchor(state))
-        return (update.clone(), {"contribution": update}) if delay else (update, {})
+        """Returns the change since the anchor.
+
+        If the mean is applied before the next step, no copy is saved, and the change takes the memory of the gradient,
+        on which the optimizer has stepped.
+        """
+        anchor = get_anchor(state)
+        if not delay:
+            return bucket.copy_weights(bucket.gradient).sub_(anchor), {}
+        update = bucket.copy_weights().sub_(anchor)
+        return update.clone(), {"contribution": update}
 
     @override
     def apply(
