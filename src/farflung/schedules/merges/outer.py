@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from farflung.comm.pool import allocate_like
 from farflung.moments import check_averageable
 from farflung.types import Merge, MergeBucket, MergeState, OptimizerState, State, get_anchor
 
@@ -93,4 +94,6 @@ class Outer(Merge):
         else:
             state.shared["velocity"] = mean.clone()
         velocity: Tensor = state.shared["velocity"]
-        return mean.add(velocity, alpha=self.momentum) if self.nesterov else velocity
+        if not self.nesterov:
+            return velocity
+        return torch.add(mean, velocity, alpha=self.momentum, out=allocate_like(mean))
