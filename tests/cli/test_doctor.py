@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -55,6 +56,20 @@ def test_it_says_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -> No
     table, err = capsys.readouterr()
     assert err == ""
     assert all(name in table for name in machine)
+
+
+@pytest.mark.parametrize(("version", "is_slow"), [((3, 0, 19), True), ((3, 1, 0), False), ((4, 0, 0), False)])
+def test_an_openssl_that_encrypts_slowly_is_named(
+    version: tuple[int, ...],
+    is_slow: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(ssl, "OPENSSL_VERSION_INFO", version)
+    assert main(["doctor", "--json"]) == 0
+    encryption = json.loads(capsys.readouterr().out)["machine"]["encryption"]
+    assert encryption.startswith(ssl.OPENSSL_VERSION)
+    assert ("twice as fast" in encryption) == is_slow
 
 
 def test_the_address_is_that_on_the_way_to_the_master(

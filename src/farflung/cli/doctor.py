@@ -8,6 +8,7 @@ import platform
 import re
 import resource
 import socket
+import ssl
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -146,6 +147,7 @@ def _describe_machine(hosts: list[str]) -> dict[str, str]:
     return {
         "farflung": f"{farflung.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}",
         "torch": f"{torch.__version__}, {torch.cuda.device_count()} CUDA devices",
+        "encryption": _describe_openssl(),
         "installed": ", ".join(f"{name} {release}" for name, release in packages.items() if release),
         "not installed": ", ".join(name for name, release in packages.items() if not release)
         or "nothing is missing",
@@ -158,6 +160,12 @@ def _describe_machine(hosts: list[str]) -> dict[str, str]:
         "lab": "farflung lab --check says" if packages["pyroute2"] else "no: pip install 'farflung[lab]'",
         "samples from Kafka": "yes" if packages["confluent-kafka"] else "no: pip install 'farflung[kafka]'",
     }
+
+
+def _describe_openssl() -> str:
+    """Describes the OpenSSL that Python is linked to, and whether a later one encrypts faster."""
+    is_slow = ssl.OPENSSL_VERSION_INFO < (3, 1)
+    return ssl.OPENSSL_VERSION + ("; 3.1 and later encrypt up to twice as fast" if is_slow else "")
 
 
 def _describe_congestion_control() -> str:

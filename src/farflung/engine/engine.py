@@ -33,7 +33,7 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Exchanges the gradients and updates of one rank for a whole run.
+    """Exchanges the gradients and updates of one rank for a whole run; local steps begin with :meth:`restart`.
 
     A step is a round of exchanges: :meth:`begin_round`, a :meth:`handle_bucket` for each bucket,
     :meth:`merge_gradients`, the optimizer, :meth:`finish_round`. All of this runs on the training thread. Exchanges run

@@ -181,6 +181,7 @@ class Replica:
             on_nonfinite=self.training.on_nonfinite,
             steps=self.training.steps,
         )
+        self.engine.restart()
         self.accumulated_gradient = AccumulatedGradient(self.model)
         self.batch_loader = BatchLoader(
             self.runtime,

@@ -25,6 +25,8 @@ _ALIGNMENT = 64
 """Alignment in bytes of torch's own memory."""
 _WRITE_POSITIONS = 64
 """Number of positions written together, so that strided reads stay in the processor's cache."""
+_CHUNK_SLICES = 256
+"""Number of slices coded together on a CPU, so that they stay in its cache between operations."""
 
 
 class SlicedLayer(NamedTuple):
@@ -236,7 +238,7 @@ class SliceCoder:
         parts = []
         for layer, first, last, mean, basis in self._iter_layers(segment):
             rows = layer.read_slices(self._tensor, first, last).to(self.dtype)
-            centred = rows - mean * self._weight
+            centred = rows - (mean if self._weight == 1.0 else mean * self._weight)
             coded = centred @ basis
             self._squares.append(
                 torch.stack([_compute_square(rows), _compute_square(centred), _compute_square(coded)])
@@ -279,12 +281,13 @@ class SliceCoder:
         return None if total == 0.0 else float((max(centred - coded, 0.0) / total) ** 0.5)
 
     def _iter_layers(self, segment: EncodedSegment) -> Iterator[tuple[SlicedLayer, int, int, Tensor, Tensor]]:
-        """Yields each layer in a segment: first and last slice, their means, and the basis."""
-        number = 0
+        """Yields chunks of each layer in a segment: first and last slice, their means, and the basis."""
+        is_on_cpu, number = self._tensor.device.type == "cpu", 0
         for layer, mean, basis in self._layers:
-            first = max(segment.first_slice - number, 0)
-            last = min(segment.last_slice - number, layer.num_slices)
-            if first < last:
+            begin = max(segment.first_slice - number, 0)
+            end = min(segment.last_slice - number, layer.num_slices)
+            for first in range(begin, end, _CHUNK_SLICES if is_on_cpu else layer.num_slices):
+                last = min(first + _CHUNK_SLICES, end) if is_on_cpu else end
                 yield layer, first, last, mean[first:last], basis
             number += layer.num_slices
 
