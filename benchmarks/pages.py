@@ -43,6 +43,7 @@ FRONT = ROOT / "README.md"
 PAPERS = ROOT / "docs" / "papers"
 UNGROUPED, SMALLEST_GROUP = 20, 3
 """Rows of a page that one table shows; with more, rows of one unit and network have a table, if they are so many."""
+CLAIMS = ("claim", "verdict", "paper", "ours")
 BEGIN, END = "<!-- results: written by scripts/bench --pages -->", "<!-- end of results -->"
 VERDICTS: tuple[Verdict, ...] = (
     "reproduced",
@@ -54,6 +55,8 @@ VERDICTS: tuple[Verdict, ...] = (
     "not run",
 )
 GREY = "#888888"
+COLUMN = 0.19
+"""Width of the column of targets that were not reached, as a share of the picture's."""
 COLORS: Mapping[Verdict, str] = {
     "reproduced": "tab:green",
     "better": "tab:blue",
@@ -140,8 +143,7 @@ def results_page(found: Sequence[Page]) -> str:
     systems = [(page, page.system) for page in found if page.system is not None]
     parts.append(
         _markdown(
-            ("claim", "verdict", "paper", "ours", "commit, date"),
-            [line for page, system in systems for line in _claims(page, system, folder="papers/")],
+            CLAIMS, [line for page, system in systems for line in _claims(page, system, folder="papers/")]
         )
     )
     lines = [
@@ -165,8 +167,8 @@ def results_page(found: Sequence[Page]) -> str:
 def generated(found: Sequence[Page]) -> Iterator[tuple[Path, str]]:
     """The pages that have a block of results, with the block: READMEs, and ``docs/papers``."""
     systems = [(page, page.system) for page in found if page.system is not None]
-    lines = [line[:-1] for page, system in systems for line in _claims(page, system)]
-    yield PAPERS / "index.md", _markdown(("claim", "verdict", "paper", "ours"), lines)
+    lines = [line for page, system in systems for line in _claims(page, system)]
+    yield PAPERS / "index.md", _markdown(CLAIMS, lines)
     yield FRONT, _front(found)
     for page, _ in systems:
         yield page.paper, _paper(page)
@@ -227,16 +229,19 @@ def _claims(page: Page, system: System, *, folder: str = "") -> Iterator[tuple[s
     heads = [row for row in page.rows if row[0].headline and row[0].published is not None]
     for place, (row, result) in enumerate(heads):
         verdict, reason = judge(row, result)
-        name = "" if place else f"**[{system.name}]({folder}{page.paper.name})**: {system.idea}<br>"
+        name = "" if place else f"**[{system.name}]({folder}{page.paper.name})**<br>"
         setting = row.note or ("" if place else f"paper: {system.paper}; ours: {system.ours}")
-        details = "; ".join(filter(None, (setting, reason and f"{verdict}: {reason}")))
+        details = "<br>".join(
+            filter(
+                None,
+                (setting.replace("; ours:", "<br>ours:"), reason and f"{verdict}: {reason}", _commit(result)),
+            )
+        )
         yield (
-            f"{name}{row.name} ({row.unit})"
-            + (f" <details><summary>setting</summary>{details}</details>" if details else ""),
+            f"{name}{row.name} ({row.unit}) <details><summary>setting</summary>{details}</details>",
             f"**{verdict}**",
             f"{_figure(row.published)}<br>{row.at}",
             "" if result is None else _with_spread(result),
-            _commit(result),
         )
 
 
@@ -353,6 +358,11 @@ def pictured(page: Page, path: Path) -> None:
         axes.set_ylim(-0.7, len(rows) - 0.3)
         axes.set_xlabel("distance from the paper's figure, in tolerances (right: better)")
         axes.margins(x=0.08)
+        if any(result.ours is None for _, result, _ in rows):
+            axes.set_xlim(left=min(10 * axes.get_xlim()[0], -10))  # the column has no points
+            axes.fill_between(
+                [0, COLUMN], 0, 1, transform=axes.transAxes, color=GREY, alpha=0.12, linewidth=0
+            )
         for verdict in dict.fromkeys(
             verdict for _, result, verdict in rows if result.ours is not None or verdict == "not reached"
         ):
@@ -367,7 +377,7 @@ def _mark(axes: Axes, place: int, row: Expected, result: Result, verdict: Verdic
     if result.ours is None:
         edge = axes.get_yaxis_transform()
         axes.plot(0.012, place, **_style(verdict), transform=edge)
-        axes.text(0.03, place, "target not reached", transform=edge, fontsize=8, color=GREY, va="center")
+        axes.text(0.025, place, "target not reached", transform=edge, fontsize=8, color=GREY, va="center")
         return
     ours, low, high = (
         sign * ((result.ours if figure is None else figure) - row.published) / unit

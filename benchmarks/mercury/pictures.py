@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.mercury.curves import Panel, smooth
 from benchmarks.common.pictures import create_drawing
+from benchmarks.mercury.curves import Panel, smooth
 
 __all__ = ["draw"]
 

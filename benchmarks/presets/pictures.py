@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.common.pictures import create_drawing
 from benchmarks.presets.courses import Course
 from benchmarks.presets.methods import REFERENCE
-from benchmarks.common.pictures import create_drawing
 
 __all__ = ["draw"]
 
