@@ -55,7 +55,7 @@ VERDICTS: tuple[Verdict, ...] = (
     "not run",
 )
 GREY = "#888888"
-COLUMN = 0.19
+COLUMN = 0.23
 """Width of the column of targets that were not reached, as a share of the picture's."""
 COLORS: Mapping[Verdict, str] = {
     "reproduced": "tab:green",
@@ -359,7 +359,7 @@ def pictured(page: Page, path: Path) -> None:
         axes.set_xlabel("distance from the paper's figure, in tolerances (right: better)")
         axes.margins(x=0.08)
         if any(result.ours is None for _, result, _ in rows):
-            axes.set_xlim(left=min(10 * axes.get_xlim()[0], -10))  # the column has no points
+            axes.set_xlim(left=min(20 * axes.get_xlim()[0], -10))  # the column has no points
             axes.fill_between(
                 [0, COLUMN], 0, 1, transform=axes.transAxes, color=GREY, alpha=0.12, linewidth=0
             )
