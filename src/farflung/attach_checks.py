@@ -96,28 +96,33 @@ def _explain_refusal(parts: Components) -> str:
     return "" if parts.scaling == NoScaling() else "the learning rate is the loop's own"
 
 
-def check_unwrapped(model: nn.Module) -> None:
-    """Checks that no other library exchanges the model's gradients or shards its parameters.
+def check_unwrapped(model: nn.Module, *, has_site: bool = False) -> None:
+    """Checks that no other library exchanges the model's gradients, or shards its parameters beyond a known site.
+
+    Args:
+      model: Model of this process.
+      has_site: True if the processes are known that hold the model together.
 
     Raises:
-      Unsupported: The model uses DistributedDataParallel or FSDP.
+      Unsupported: The model uses DistributedDataParallel or FSDP1, or is sharded without a site.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             raise Unsupported(
                 "attach: the model is a DistributedDataParallel, and gradients would be exchanged twice: pass and call "
-                "model.module, or keep DistributedDataParallel and register farflung.ddp_hook"
+                "model.module, or keep DistributedDataParallel and register farflung.ddp_hook; attach(site=...) "
+                "averages gradients within a site by itself"
             )
         if _is_a(module, "FullyShardedDataParallel"):
-            raise Unsupported(_SHARDED_MESSAGE)
-    if any(_is_a(parameter, "DTensor") for parameter in model.parameters()):
-        raise Unsupported(_SHARDED_MESSAGE)
-
-
-_SHARDED_MESSAGE = (
-    "attach: the model is sharded by FSDP or as DTensors, while farflung needs the whole of it on each replica: "
-    "attach it unsharded"
-)
+            raise Unsupported(
+                "attach: FullyShardedDataParallel replaces the model's parameters by its own: use "
+                "torch.distributed.fsdp.fully_shard and attach(site=...)"
+            )
+    if not has_site and any(_is_a(parameter, "DTensor") for parameter in model.parameters()):
+        raise Unsupported(
+            "attach: the model is sharded by fully_shard or as DTensors: give attach(site=...) the device mesh or the "
+            "process group of the processes that hold this replica together"
+        )
 
 
 def _is_a(instance: object, kind: str) -> bool:

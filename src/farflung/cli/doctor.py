@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import resource
 import socket
 import sys
@@ -27,6 +26,7 @@ from farflung.comm.interface import (
     find_interface_address,
     find_local_address,
     find_loopback_address,
+    parse_address,
 )
 from farflung.errors import ConfigError
 from farflung.types import Json
@@ -61,7 +61,9 @@ class Doctor:
 
     def run(self) -> int:
         (port,) = parse_ports(self.port)
-        peers = {text: _parse_address(text) for text in self.peers}
+        peers = {text: parse_address(text) for text in self.peers}
+        for text, (host, _) in peers.items():
+            check_host(host, text)
         if self.serve and (peers or self.json):
             raise ConfigError("--serve: answers others: leave out HOST:PORT and --json")
         if self.serve:
@@ -103,15 +105,6 @@ class Doctor:
         for trouble in troubles:
             print(f"farflung: {trouble}", file=sys.stderr)
         return int(bool(troubles))
-
-
-def _parse_address(text: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]+)):(\d{1,5})", text)
-    if match is None or not 0 < int(match[3]) < 1 << 16:
-        raise ConfigError(f"{text}: must be HOST:PORT, an address of IPv6 in brackets")
-    host = match[1] or match[2]
-    check_host(host, text)
-    return host, int(match[3])
 
 
 def _serve(port: int) -> int:
