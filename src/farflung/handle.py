@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from farflung.attach_checks import (
     check_optimizer,
     check_recipe,
+    check_site,
     check_tensors,
     check_unwrapped,
     is_accumulating,
@@ -148,12 +149,14 @@ def attach(
     env = launch_env or LaunchEnv.read_site() or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
     rank, size = env.rank, env.size
     if site is not None:
-        if sampler is not None or quorum == "1":
-            refused = "sampler: its scores are" if sampler is not None else "quorum='1': views are"
-            raise Unsupported(
-                f"attach: site: leave out {refused} those of one share, and each process of a site has its own"
-            )
         own_site = Site(site, deadline_s)
+        check_site(
+            parsed_recipe,
+            parts,
+            own_site.size,
+            has_sampler=sampler is not None,
+            can_split=elastic > 0 and quorum == "1",
+        )
         own_site.check_parameters(model)
         own_site.reshard(model)
         rank, size = own_site.locate(env)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -97,86 +99,165 @@ def lay_out(model: Transformer, layout: str, mesh: DeviceMesh, options: dict[str
         fully_shard(model, mesh=mesh["shard"], **options)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+POLICIES: dict[str, dict[str, Any]] = {
     "": {},
-    "mixed": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
 }
 
 
 @contextlib.contextmanager
-def site_of(rank: int, size: int, store: dist.Store, per_site: int, tp: int) -> Iterator[DeviceMesh]:
-    """The mesh of a site, in a process group of its own, as a torchrun of its own would make it."""
-    site, share = divmod(rank, per_site)
+def group_of(site: int, share: int, per_site: int, store: dist.Store) -> Iterator[None]:
+    """The process group of a site, as a torchrun of its own would make it."""
     dist.init_process_group(
         store=dist.PrefixStore(f"site-{site}", store), rank=share, world_size=per_site, backend="gloo"
     )
     try:
-        yield init_device_mesh("cpu", (per_site // tp, tp), mesh_dim_names=("shard", "tp"))
+        yield
     finally:
         leave_group()
 
 
 def train(
-    rank: int,
-    size: int,
-    store: dist.Store,
-    *,
-    layout: str,
-    recipe: str,
-    port: int,
-    steps: int = 6,
-    per_site: int = 2,
-    optimizer: str = "SGD",
-    policy: str = "",
-    **loop: Any,
-) -> dict[str, Any]:
-    """Trains as a process of a site, or as the plain replica that computes the batches of such a site."""
-    torch.manual_seed(rank if layout in ("plain", "copies") else rank // per_site)  # those of the first count
-    if layout == "plain":
-        env = LaunchEnv(rank, size, rank, size)
-        return follow(
-            Transformer(), optimizer, recipe, steps, batches=per_site, launch_env=env, store=store, **loop
-        )
-    os.environ["FARFLUNG_SITE"] = f"{rank // per_site}/{size // per_site}@127.0.0.1:{port}"
+    rank: int, size: int, store: dist.Store, *, cases: list[dict[str, Any]], port: int, per_site: int = 2
+) -> list[dict[str, Any]]:
+    """Trains once for each case, as a process of one of the sites that meet at a port."""
+    site, share = divmod(rank, per_site)
+    os.environ["FARFLUNG_SITE"] = f"{site}/{size // per_site}@127.0.0.1:{port}"
+    with group_of(site, share, per_site, store):
+        return [train_once(site, share, per_site, **case) for case in cases]
+
+
+def train_once(site: int, share: int, per_site: int, *, layout: str, policy: str = "", **loop: Any) -> dict[str, Any]:
+    """Trains a model that this site holds, from parameters of its own."""
     tp = 2 if "tp" in layout else 1
-    with site_of(rank, size, store, per_site, tp) as mesh:
-        model = Transformer()
-        lay_out(model, layout, mesh, OPTIONS[policy])
-        number = rank % per_site // tp
-        return follow(model, optimizer, recipe, steps, number=number, site=mesh, **loop)
+    mesh = init_device_mesh("cpu", (per_site // tp, tp), mesh_dim_names=("shard", "tp"))
+    torch.manual_seed(10 * site + (share if layout == "copies" else 0))
+    model = Transformer()
+    if "checkpoint" in layout:
+        model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+    lay_out(model, layout, mesh, POLICIES[policy])
+    return follow(model, batches=[share // tp], of=per_site // tp, site=mesh, **loop)
+
+
+def train_plain(
+    rank: int, size: int, store: dist.Store, *, cases: list[dict[str, Any]], per_site: int = 2
+) -> list[dict[str, Any]]:
+    """Trains as the plain replica that computes the batches of a site's processes one after the other."""
+    env = LaunchEnv(rank, size, rank, size)
+    results = []
+    for number, case in enumerate(cases):
+        torch.manual_seed(10 * rank)
+        own = dist.PrefixStore(str(number), store)
+        results.append(
+            follow(Transformer(), batches=range(per_site), of=per_site, launch_env=env, store=own, **case)
+        )
+    return results
+
+
+RATES = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 1e-3}}
 
 
 def follow(
     model: nn.Module,
-    optimizer: str,
     recipe: str,
-    steps: int,
     *,
-    batches: int = 1,
-    number: int = 0,
+    batches: Sequence[int],
+    of: int,
+    steps: int = 6,
+    optimizer: str = "SGD",
     clip: float = 0.0,
+    passes: int = 1,
+    switch: str = "",
+    poison: tuple[int, int] = (-1, -1),
+    evaluate: int = -1,
     **options: Any,
 ) -> dict[str, Any]:
-    """A loop of one's own; a plain replica accumulates the gradients of a site's batches."""
-    rates = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 1e-3}}
-    stepping = getattr(torch.optim, optimizer)(model.parameters(), **rates[optimizer])
-    losses = []
+    """A loop of one's own.
+
+    Args:
+      model: what is trained.
+      recipe: how.
+      batches: those of this process, of the ``of`` batches of a site; it accumulates their gradients.
+      of: how many batches a site has.
+      steps: of the optimizer.
+      optimizer: a class of torch's.
+      clip: the norm to which gradients are clipped; 0: they are not.
+      passes: backward passes of each batch, without exchanges but the last.
+      switch: who is told of that: farflung, FSDP2, or nobody.
+      poison: a step and a site where one row of a gradient becomes NaN.
+      evaluate: the step after which the averaged model is looked at.
+      options: of attach.
+    """
+    stepping = getattr(torch.optim, optimizer)(model.parameters(), **RATES[optimizer])
+    losses, norms, evaluated = [], [], 0.0
     with farflung.attach(model, stepping, recipe, seed=3, deadline_s=20, **options) as handle:
         for step in range(steps):
-            with handle.no_sync() if batches > 1 else contextlib.nullcontext():
-                for other in range(batches - 1):
-                    (loss_of(model, step, 10 * handle.rank + other) / batches).backward()
-            loss = loss_of(model, step, 10 * handle.rank + number + batches - 1)
-            (loss / batches).backward()
+            work = [(batch, turn) for batch in batches for turn in range(passes)]
+            for batch, turn in work:
+                is_last = (batch, turn) == work[-1]
+                with contextlib.ExitStack() as stack:
+                    if not is_last and switch != "FSDP2":
+                        stack.enter_context(handle.no_sync())
+                    if switch == "FSDP2":
+                        model.set_requires_gradient_sync(is_last)
+                    loss = loss_of(model, step * passes + turn, 10 * handle.rank + batch) / passes
+                    if poison == (step, handle.rank):
+                        loss = loss + 0 * poisoned(model.head.bias)
+                    (loss / len(batches)).backward()
             if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
             stepping.step()
             stepping.zero_grad()
             losses.append(loss.item())
-    return {"bits": whole(model), "losses": losses, "sent": handle.sent_nbytes, "local": local_bits(model)}
+            if evaluate == step:
+                with handle.use_averaged_model() as averaged, torch.no_grad():
+                    evaluated = loss_of(averaged, 99, 0).item()
+        counts = handle.rank, handle.size, handle.share, handle.members
+    return {
+        "bits": whole(model),
+        "local": digest({name: to_local(p) for name, p in model.named_parameters()}),
+        "sent": handle.sent_nbytes,
+        "counts": counts,
+        "losses": losses,
+        "norms": norms,
+        "evaluated": evaluated,
+    }
 
 
-def local_bits(model: nn.Module) -> str:
-    """A hash of what this process holds."""
-    return digest({name: to_local(p) for name, p in model.named_parameters()})
+def poisoned(bias: Tensor) -> Tensor:
+    """The first element of a parameter, whose gradient becomes NaN and that of the others does not."""
+    first = bias[:1] * 1
+    if first.requires_grad:
+        first.register_hook(lambda grad: grad * torch.nan)
+    return first.sum()
+
+
+def lose(
+    rank: int, sites: int, ports: list[int], recipe: str, victim: int, **options: Any
+) -> None:
+    """Trains as one of two processes of a site, of which the victim ends at step 3; prints how this process ends."""
+    site, share = divmod(rank, 2)
+    torch.set_num_threads(1)
+    os.environ["FARFLUNG_SITE"] = f"{site}/{sites}@127.0.0.1:{ports[sites]}"
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[site]}", rank=share, world_size=2)
+    torch.manual_seed(site)
+    model = Transformer()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tp"))
+    lay_out(model, "fsdp", mesh, {})
+    stepping = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    members = []
+    try:
+        with farflung.attach(model, stepping, recipe, site=mesh, deadline_s=10, **options) as handle:
+            while handle.step < 12 and (handle.step < 6 or handle.size == sites):
+                if rank == victim and handle.step == 3:
+                    os._exit(7)
+                members.append(handle.members)
+                loss_of(model, handle.step, handle.rank).backward()
+                stepping.step()
+                stepping.zero_grad()
+    except Exception as error:
+        print(json.dumps({"error": type(error).__name__, "text": str(error)}))
+        os._exit(1)  # gloo may wait for the victim
+    print(json.dumps({"bits": whole(model), "members": members}))
+    dist.destroy_process_group()

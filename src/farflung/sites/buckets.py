@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from farflung.engine import GradientBucket, GradientBuckets
 from farflung.engine.buckets import create_views, group_parameters
 from farflung.engine.placement import record_stream, to_local
 from farflung.sites.site import Site
+from farflung.types import ParameterSpan, TensorSpec
 
 __all__ = ["SiteBucket", "SiteBuckets"]
 
@@ -67,6 +69,20 @@ class SiteBucket(GradientBucket):
     @override
     def tensors(self) -> list[Tensor]:
         return [to_local(parameter) for parameter in self.parameters]
+
+    @property
+    @override
+    def spec(self) -> TensorSpec:
+        """Spec of the share and its parts of the parameters; they have no dimensions if other holders have the rest."""
+        spec = super().spec
+        if self._group is None:
+            return spec
+        limit, spans = self.gradient.numel(), []
+        for span in spec.spans:
+            start, end = (min(max(i - self._start, 0), limit) for i in (span.start, span.start + span.numel))
+            if end > start:
+                spans.append(ParameterSpan((end - start,), start))
+        return replace(spec, spans=tuple(spans))
 
     @property
     def is_finite(self) -> bool:
