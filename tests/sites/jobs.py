@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from typing_extensions import override
 
 import farflung
+import farflung.recipes
 from farflung.engine.placement import to_local
+from farflung.errors import CheckpointError
 from farflung.wall import LaunchEnv
 from tests.pool import digest, leave_group
 
@@ -261,3 +269,91 @@ def lose(
         os._exit(1)  # gloo may wait for the victim
     print(json.dumps({"bits": whole(model), "members": members}))
     dist.destroy_process_group()
+
+
+def resume(
+    rank: int, size: int, store: dist.Store, *, recipe: str, port: int, folder: str
+) -> dict[str, Any]:
+    """Trains 8 steps at once; and 4, saved by torch's distributed checkpoint inside the site, then 4 from that."""
+    site, share = divmod(rank, 2)
+    os.environ["FARFLUNG_SITE"] = f"{site}/{size // 2}@127.0.0.1:{port}"
+    place, states, ends = Path(folder, f"site-{site}"), [], []
+    with group_of(site, share, 2, store):
+        for first, last in ((0, 8), (0, 4), (4, 8)):
+            torch.manual_seed(site + 10 * first)
+            model, mesh = Transformer(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tp"))
+            lay_out(model, "fsdp", mesh, {})
+            stepping = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            with farflung.attach(model, stepping, recipe, seed=3, deadline_s=20, site=mesh) as handle:
+                if first:
+                    model_state, optimizer_state = get_state_dict(model, stepping)
+                    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=place)
+                    set_state_dict(
+                        model, stepping, model_state_dict=model_state, optim_state_dict=optimizer_state
+                    )
+                    handle.load_state_dict(states[-1])
+                for step in range(handle.step, last):
+                    loss_of(model, step, rank).backward()
+                    stepping.step()
+                    stepping.zero_grad()
+                with handle.use_averaged_model() as averaged, torch.no_grad():
+                    loss_of(averaged, 99, 0)  # which leaves the root gathered
+                if last == 4:
+                    model_state, optimizer_state = get_state_dict(model, stepping)
+                    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=place)
+                    states.append(copy.deepcopy(handle.state_dict()))
+                ends.append((digest({name: to_local(p) for name, p in model.named_parameters()}), handle.step))
+    refusal = ""
+    try:
+        handle.load_state_dict({**states[0], "share": [share, 4]})
+    except CheckpointError as error:
+        refusal = str(error)
+    return {"ends": ends, "refusal": refusal}
+
+
+class Branched(nn.Module):
+    """A body, and heads of which a batch uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 5)
+        self.heads = nn.ModuleList(nn.Linear(5, 1) for _ in range(3))
+
+    @override
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        y: Tensor = self.heads[head](torch.relu(self.body(x)))
+        return y.square().mean()
+
+
+def branch(
+    rank: int, size: int, store: dist.Store, *, layout: str, port: int, recipe: str, per_site: int = 2
+) -> tuple[str, bool]:
+    """Each process of a site uses another head, and nobody the last; what it ends with, and if that head is as it was."""
+    site, share = divmod(rank, per_site)
+    if layout == "plain":
+        return follow_branches(site, range(2), recipe, launch_env=LaunchEnv(rank, size, rank, size), store=store)
+    os.environ["FARFLUNG_SITE"] = f"{site}/{size // per_site}@127.0.0.1:{port}"
+    with group_of(site, share, per_site, store):
+        return follow_branches(site, [share], recipe, shards_body=layout == "body", site=dist.group.WORLD)
+
+
+def follow_branches(
+    number: int, heads: Sequence[int], recipe: str, *, shards_body: bool = False, **options: Any
+) -> tuple[str, bool]:
+    torch.manual_seed(number)
+    model = Branched()
+    if shards_body:
+        fully_shard(model.body)
+    stepping = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    own = dataclasses.replace(farflung.recipes.parse_recipe(recipe), bucket_nbytes=16)  # each parameter its bucket
+    with warnings.catch_warnings(), farflung.attach(model, stepping, own, deadline_s=20, **options) as handle:
+        warnings.simplefilter("ignore")  # of parameters without a part in the loss
+        first = model.heads[2].weight.detach().clone()
+        for step in range(5):
+            for head in heads:
+                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * number + head))
+                with handle.no_sync() if head != heads[-1] else contextlib.nullcontext():
+                    (model(x, head) / len(heads)).backward()
+            stepping.step()
+            stepping.zero_grad()
+    return whole(model), torch.equal(first, model.heads[2].weight)

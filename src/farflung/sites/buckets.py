@@ -197,8 +197,9 @@ class SiteBuckets(GradientBuckets):
       named_parameters: Pairs as from :meth:`torch.nn.Module.named_parameters`.
       bucket_nbytes: Size in bytes of a process's share at which a bucket is closed.
       site: Site of this process.
-      should_check_gradients: True to hold buckets until the end of the backward pass, so that the whole site agrees if
-        its gradients are finite. If they are not, all processes exchange NaN.
+      should_check_gradients: True to agree in the site if gradients are finite. If they are not, all processes exchange
+        NaN. This holds all buckets until the end of the backward pass, as do plain parameters beside sharded ones: an
+        average of those would wait for processes that wait in FSDP2.
     """
 
     def __init__(
@@ -233,6 +234,8 @@ class SiteBuckets(GradientBuckets):
             SiteBucket(index, group, site, site.find_own(holders[name]), replicas[name])
             for index, (name, group) in enumerate(zip(names, groups, strict=True))
         ]
+        num_sharded = sum(hasattr(parameter, "device_mesh") for _, parameter in trainable)
+        self._should_hold = self._should_check_gradients or 0 < num_sharded < len(trainable)
         site.check_equal("buckets", [[*bucket.names] for bucket in self._site_buckets])
         return self._site_buckets
 
@@ -264,16 +267,17 @@ class SiteBuckets(GradientBuckets):
     def _complete(self, bucket: GradientBucket, ready: Callable[[int], None]) -> None:
         bucket.gather()
         self._waits[bucket.index] = record_stream(bucket.gradient.device)
-        if not self._should_check_gradients:
+        if not self._should_hold:
             self._release(ready)
 
     @override
     def _fill_missing(self, ready: Callable[[int], None]) -> None:
         super()._fill_missing(ready)
-        if self._should_check_gradients:
-            if self._site.has_any(not all(bucket.is_finite for bucket in self._site_buckets)):
-                self[0].gradient.fill_(math.nan)
-            self._release(ready)
+        if self._should_check_gradients and self._site.has_any(
+            not all(bucket.is_finite for bucket in self._site_buckets)
+        ):
+            self[0].gradient.fill_(math.nan)
+        self._release(ready)
 
     def _release(self, ready: Callable[[int], None]) -> None:
         """Averages and announces full buckets by index, up to the first that is not full."""
