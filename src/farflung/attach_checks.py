@@ -142,9 +142,13 @@ def check_site(recipe: Recipe, parts: Components, size: int, *, has_sampler: boo
       Unsupported: The shares of a site would not stay together.
     """
     if has_sampler:
-        raise Unsupported("attach: site: leave out sampler, which would learn from one share of the gradients")
+        raise Unsupported(
+            "attach: site: leave out sampler, which would learn from one share of the gradients"
+        )
     if can_split:
-        raise Unsupported("attach: site: leave out quorum='1', or shares of one site may continue in two groups")
+        raise Unsupported(
+            "attach: site: leave out quorum='1', or shares of one site may continue in two groups"
+        )
     if parts.reducer.compresses_matrices and size >= _MANY_SHARES:
         warnings.warn(
             f"attach: recipe {recipe.text} compresses the part of a matrix that each of {size} processes exchanges, "

@@ -175,19 +175,17 @@ def attach(
             f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"
         )
     profile = _load_profile(network)
-    if store is None:
-        connect_store = env.connect_store if own_site is None else partial(own_site.connect_store, env)
-        store = connect_store(_CONNECT_TIMEOUT_S)
     if own_site is None:
         buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)
+        store = store or env.connect_store(_CONNECT_TIMEOUT_S)
     else:
-        store = own_site.select_share(store)
         buckets = SiteBuckets(
             model.named_parameters(),
             parts.bucket_nbytes,
             site=own_site,
             should_check_gradients=nonfinite is not None,
         )
+        store = own_site.select_share(store or own_site.connect_store(env, _CONNECT_TIMEOUT_S))
     runtime = WallRuntime(
         rank,
         size,
@@ -201,10 +199,10 @@ def attach(
             "nonfinite": nonfinite,
             "elastic": elastic,
             "quorum": quorum,
-            "processes of a site": None if own_site is None else own_site.size,
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
             "model": compute_fingerprint(model),
             **describe_optimizer(optimizer),
+            **({} if own_site is None else {"a site's processes": own_site.size}),
         },
         deadline_s=deadline_s,
         is_native=find_collective(parsed_recipe.collective).is_native,

@@ -50,17 +50,16 @@ class Site:
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, deadline_s: float) -> None:
-        ranks: list[int] = (
-            dist.get_process_group_ranks(group)
-            if isinstance(group, dist.ProcessGroup)
-            else group.mesh.flatten().tolist()
-        )
-        self.ranks = sorted(ranks)
+        if isinstance(group, dist.ProcessGroup):
+            ranks = dist.get_process_group_ranks(group)
+        else:  # torch gives non-members a number instead of a group
+            ranks = group.mesh.flatten().tolist() if hasattr(group, "mesh") else []
+        self.ranks: list[int] = sorted(ranks)
         """Ranks of the processes in torch's default group."""
         if dist.get_rank() not in self.ranks:
             raise ConfigError(
-                f"attach: site: process {dist.get_rank()} is not in it, only {self._list_ranks()}: give the mesh or "
-                "the process group of this process's own site"
+                f"attach: site: process {dist.get_rank()} is not in it: give the mesh or the process group of this "
+                "process's own site"
             )
         self._timeout = timedelta(seconds=_PATIENCE * deadline_s)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -126,7 +125,7 @@ class Site:
         """Returns the JSON values of all processes."""
         content = json.dumps(value).encode()
         numel = int(self.reduce([len(content)])[0])
-        tensor = self.move_to_group(torch.tensor(bytearray(content.ljust(numel)), dtype=torch.uint8))
+        tensor = self.move_to_group(torch.frombuffer(bytearray(content.ljust(numel)), dtype=torch.uint8))
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
         with self.wrap_errors():
             dist.all_gather(rows, tensor, self._group)
