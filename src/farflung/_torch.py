@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from farflung.errors import Unsupported
+from farflung.types import Json
 
 __all__ = [
     "DispatchMode",
@@ -58,7 +59,7 @@ StorageRef: Any = _import_private("torch.multiprocessing.reductions.StorageWeakR
 """Weak reference to a tensor's storage."""
 
 
-def compute_local_part(tensor: Any) -> list[list[int]]:
+def compute_local_part(tensor: Any) -> list[Json]:
     """Returns the shape and the global offset of the part of a tensor that this process holds."""
     if not hasattr(tensor, "device_mesh"):
         return [list(tensor.shape), [0] * tensor.dim()]

@@ -15,7 +15,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_loader as loading
+import torch.distributed.checkpoint.state_dict_saver as saving
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -210,7 +211,7 @@ RATES = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 1e-3}}
 
 
 def follow(
-    model: nn.Module,
+    model: Any,
     recipe: str,
     *,
     batches: Sequence[int],
@@ -326,7 +327,8 @@ def resume(rank: int, size: int, store: dist.Store, *, recipe: str, port: int, f
     """Trains 8 steps at once; and 4, saved by torch's distributed checkpoint inside the site, then 4 from that."""
     site, share = divmod(rank, 2)
     os.environ["FARFLUNG_SITE"] = f"{site}/{size // 2}@127.0.0.1:{port}"
-    place, states, ends = Path(folder, f"site-{site}"), [], []
+    place, ends = Path(folder, f"site-{site}"), []
+    states: list[dict[str, Any]] = []
     with group_of(site, share, 2, store):
         for first, last in ((0, 8), (0, 4), (4, 8)):
             torch.manual_seed(site + 10 * first)
@@ -336,7 +338,7 @@ def resume(rank: int, size: int, store: dist.Store, *, recipe: str, port: int, f
             with farflung.attach(model, stepping, recipe, seed=3, deadline_s=20, site=mesh) as handle:
                 if first:
                     model_state, optimizer_state = get_state_dict(model, stepping)
-                    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=place)
+                    loading.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=place)
                     set_state_dict(
                         model, stepping, model_state_dict=model_state, optim_state_dict=optimizer_state
                     )
@@ -349,7 +351,7 @@ def resume(rank: int, size: int, store: dist.Store, *, recipe: str, port: int, f
                     loss_of(averaged, 99, 0)  # which leaves the root gathered
                 if last == 4:
                     model_state, optimizer_state = get_state_dict(model, stepping)
-                    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=place)
+                    saving.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=place)
                     states.append(copy.deepcopy(handle.state_dict()))
                 ends.append(
                     (digest({name: to_local(p) for name, p in model.named_parameters()}), handle.step)
@@ -394,7 +396,7 @@ def follow_branches(
     number: int, heads: Sequence[int], recipe: str, *, shards_body: bool = False, **options: Any
 ) -> tuple[str, bool]:
     torch.manual_seed(number)
-    model = Branched()
+    model: Any = Branched()
     if shards_body:
         fully_shard(model.body)
     stepping = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -431,7 +433,7 @@ def refuse(rank: int, size: int, store: dist.Store, *, port: int) -> dict[str, s
         except (ConfigError, ProtocolError, RunLost) as error:
             messages[name] = f"{type(error).__name__}: {error}"
 
-    def sharded(mesh: DeviceMesh = both["shard"]) -> nn.Module:
+    def sharded(mesh: DeviceMesh = both["shard"]) -> Any:
         return fully_shard(nn.Linear(4, 3), mesh=mesh)
 
     place: dict[str, Any] = {"site": both["shard"], "launch_env": env}

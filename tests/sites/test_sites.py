@@ -37,7 +37,8 @@ def free_ports(count: int) -> list[int]:
 def train(pool: Pool, cases: list[dict[str, Any]], **options: Any) -> list[list[dict[str, Any]]]:
     """What each process of two sites of two says of each case."""
     options = {"port": free_ports(1)[0], **options}
-    return list(zip(*pool.run(4, "tests.sites.jobs.train", cases=cases, **options), strict=True))
+    results = pool.run(4, "tests.sites.jobs.train", cases=cases, **options)
+    return [[process[number] for process in results] for number in range(len(cases))]
 
 
 def train_plain(pool: Pool, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -188,8 +188,7 @@ class Site:
         self.check_equal(
             "parameters", [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named]
         )
-        parts: list[Json] = [[*compute_local_part(tensor)] for _, tensor in named]
-        tables = self.gather(parts)
+        tables = self.gather([compute_local_part(tensor) for _, tensor in named])
         return {
             name: _group_holders(parts)
             for (name, _), parts in zip(named, zip(*tables, strict=True), strict=True)
