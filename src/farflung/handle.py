@@ -32,6 +32,7 @@ from farflung.config import ON_NONFINITE
 from farflung.engine import Engine, GradientBuckets
 from farflung.engine.averaging import (
     average,
+    average_weights,
     broadcast,
     find_unequal,
     sum_over_ranks,
@@ -466,8 +467,7 @@ class Handle:
         if consensus == {} and self._can_have_diverged and self._comparison.measure_spread(message_part=1):
             consensus = None  # something has changed them since the last exchange
         if consensus is None and self._site is not None:
-            weights = self._runtime.drive(self._engine.average_weights(Purpose.EVALUATION, first_part=1))
-            consensus = self._buckets.unflatten(weights)
+            consensus = self._buckets.unflatten(self._average_weights(Purpose.EVALUATION, 1))
         context = apply_consensus(self._runtime, self._model, self._engine.round_number, consensus)
         self._runtime.drive(context.__aenter__())
         try:
@@ -592,6 +592,12 @@ class Handle:
         elif not self.is_finished:
             self._close(error)
 
+    def _average_weights(self, purpose: Purpose, first_part: int) -> list[Tensor]:
+        number = self._engine.round_number
+        return self._runtime.drive(
+            average_weights(self._runtime, self._buckets, number, purpose, first_part=first_part)
+        )
+
     def _reshard(self) -> None:
         if self._site is not None:
             self._site.reshard(self._model)
@@ -658,7 +664,7 @@ class Handle:
         number = self._engine.round_number
         self._runtime.drive(self._engine.flush(update))
         if self._can_have_diverged and (spread := self._comparison.measure_spread(message_part=2)):
-            weights = self._runtime.drive(self._engine.average_weights(Purpose.COMPARISON, first_part=3))
+            weights = self._average_weights(Purpose.COMPARISON, 3)
             for bucket, mean in zip(self._buckets, weights, strict=True):
                 bucket.load_weights(mean)
             if spread > SPREAD_TOLERANCE and not self._checks.has_warned:

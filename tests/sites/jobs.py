@@ -381,7 +381,7 @@ class Branched(nn.Module):
 def branch(
     rank: int, size: int, store: dist.Store, *, layout: str, port: int, recipe: str, per_site: int = 2
 ) -> tuple[str, bool]:
-    """Each process of a site uses another head, and nobody the last: what it ends with, and if that one is as it was."""
+    """Each process of a site uses another head, and nobody the last: returns its end, and if that one is as it was."""
     site, share = divmod(rank, per_site)
     if layout == "plain":
         return follow_branches(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farflung.comm import Purpose
-from farflung.engine.averaging import average, average_tensors
+from farflung.engine.averaging import average_tensors, average_weights
 from farflung.engine.buckets import GradientBuckets
 from farflung.engine.extension import Extension
 from farflung.engine.flight import Flight, concatenate
@@ -237,7 +237,8 @@ class Engine:
             self._buckets.clear()
         self._merge_states.finish()
         if self.has_diverged:
-            for bucket, mean in zip(self._buckets, await self.average_weights(Purpose.FLUSH), strict=True):
+            means = await average_weights(self._runtime, self._buckets, self.round_number, Purpose.FLUSH)
+            for bucket, mean in zip(self._buckets, means, strict=True):
                 bucket.load_weights(mean)
             self.restart()
         for name, value in (await self._metadata.sum_remaining(self._runtime, self.round_number)).items():
@@ -287,12 +288,6 @@ class Engine:
         if not self.has_diverged:
             return {}
         return self.get_anchor_parameters() if self._merge_states.should_evaluate_anchor else None
-
-    async def average_weights(self, purpose: Purpose, *, first_part: int = 0) -> list[Tensor]:
-        """Returns the mean parameters over all ranks, flat by bucket."""
-        weights = [bucket.copy_weights() for bucket in self._buckets]
-        await average(self._runtime, weights, self.round_number, purpose, first_part=first_part)
-        return weights
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
