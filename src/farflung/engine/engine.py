@@ -101,6 +101,7 @@ class Engine:
         """True if all ranks have moved equally since the anchors of local steps were last set."""
         self._unapplied: list[list[Arrival]] = []
         """Updates that have arrived and are not applied yet, by step."""
+        self._max_unapplied = max(schedule.max_steps_ahead, 1)
         self.flights: list[Flight] = []
         """Exchanges in flight, in order of launch."""
         self.times = StepTimer(runtime.read_clock)
@@ -133,7 +134,8 @@ class Engine:
 
     def has_gradient_transfers(self, step: int) -> bool:
         """Returns True if gradients leave in the backward pass of a step."""
-        return any(transfer.merge.average_target == "gradient" for transfer in self._plan_transfers(step))
+        transfers = self._schedule.plan(self._schedule_state, self._sync_units, step)
+        return any(transfer.merge.average_target == "gradient" for transfer in transfers)
 
     def begin_round(self, step: int, metadata: StepMetadata) -> None:
         """Plans a round, before its backward pass.
@@ -147,7 +149,7 @@ class Engine:
         """
         self.times.begin_step()
         rate = None if self._optimizer is None else get_learning_rate(self._optimizer)
-        transfers = self._plan_transfers(step)
+        transfers = self._schedule.plan(self._schedule_state, self._sync_units, step)
         plan = self._plan = StepPlan(step, metadata, transfers, rate)
         self.is_round_open = True
         if self._has_stale_anchors and not plan.has_gradients and not self.has_diverged:
@@ -183,7 +185,7 @@ class Engine:
           NonFinite: a rank had a non-finite loss, or gradient if these are checked. It is raised on all ranks at the
             same step, before the update.
         """
-        if len(self._unapplied) > max(self._schedule.max_steps_ahead, 1):
+        if len(self._unapplied) > self._max_unapplied:
             await self._apply_pending()  # steps have been left out one after the other
         self._track_peak()
         steps_on_means = self._plan.has_gradients or bool(self._list_due(gradients=True))
@@ -352,7 +354,9 @@ class Engine:
         for saved in local["flights"].values():
             unit = self._unit_states[saved["number"]]
             kinds = self._merge_states.kinds
-            self._add_flight(Flight.restart(saved, unit, kinds, self._runtime, self._reducer))
+            flight = Flight.restart(saved, unit, kinds, self._runtime, self._reducer)
+            self.flights.append(flight)
+            self._merge_states.add_restarted(flight)
         states = [
             {
                 number: move_state(half, self._unit_states[int(number)].device)
@@ -370,9 +374,6 @@ class Engine:
             self.reducer_states.load_state_dict(*states)
 
     # --- launching --------------------------------------------------------------------------------------------
-
-    def _plan_transfers(self, step: int) -> list[Transfer]:
-        return self._schedule.plan(self._schedule_state, self._sync_units, step)
 
     def _check_transfer(self, transfer: Transfer) -> None:
         """Checks that unit and merge are the schedule's, and that a result is late only if the schedule allows it."""
@@ -414,16 +415,12 @@ class Engine:
         flight.launch(
             self._runtime, self._reducer, concatenate(tensors), is_last_of_step=not plan.num_unlaunched
         )
-        self._add_flight(flight)
+        self.flights.append(flight)
         if is_first and self._schedule.needs_times(self._schedule_state, plan.step):
             agreed = None if self._agree is None else self._agree(self.times.to_json())
             flight.decider_times = self._runtime.decide(
                 "times", plan.step, self.times.to_json if agreed is None else lambda: agreed
             )
-
-    def _add_flight(self, flight: Flight) -> None:
-        self.flights.append(flight)
-        self._merge_states.add(flight)
 
     def _is_busy(self) -> bool:
         """Returns True if any exchange is incomplete."""
@@ -471,7 +468,7 @@ class Engine:
             with self.times.measure_wait():
                 result = await flight.exchange.wait()
             self.flights.remove(flight)
-            self.sent_nbytes += flight.channel.sent_nbytes
+            self.sent_nbytes += flight.exchange.channel.sent_nbytes
             self.times.record_exchange(flight)
             await self._update_reducer(flight, result)
             metadata = self._metadata.layout.unpack(result.metadata)

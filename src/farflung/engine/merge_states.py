@@ -85,17 +85,21 @@ class MergeStates:
     def contribute(
         self, merge: Merge, buckets: Sequence[GradientBucket], delay: int
     ) -> tuple[list[Tensor], dict[int, State]]:
-        """Returns the contribution of each bucket to an exchange, and the saved state by bucket."""
+        """Returns the contribution of each bucket to an exchange, and the saved state by bucket.
+
+        The saved state is pending until :meth:`apply`.
+        """
         tensors, saved = [], {}
         for bucket in buckets:
             state = self._states[type(merge)][bucket.index]
             tensor, saved[bucket.index] = merge.contribute(bucket, state, delay)
             state.has_updates = False
+            state.pending.append(saved[bucket.index])
             tensors.append(tensor)
         return tensors, saved
 
-    def add(self, flight: Flight) -> None:
-        """Adds the saved state of an exchange to the pending ones until it is applied."""
+    def add_restarted(self, flight: Flight) -> None:
+        """Adds the saved state of a restarted exchange to the pending ones."""
         for index, saved in flight.saved.items():
             self._states[type(flight.merge)][index].pending.append(saved)
 

@@ -327,7 +327,7 @@ class Replica:
         sent.add_all(self.runtime.comm.sent_bytes)
         if self.runtime.untimed is not None:
             sent.add_all(self.runtime.untimed.comm.sent_bytes)
-        in_flight = [flight.channel for flight in self.engine.flights]
+        in_flight = [flight.exchange.channel for flight in self.engine.flights]
         for extension in self._extensions:
             in_flight += extension.channels
         for channel in in_flight:

@@ -201,7 +201,7 @@ def train_replica(
                 if size < comm.size:  # later joiners are not present yet
                     runtime.comm = cast("WallCommunicator", Subgroup(comm, range(size)))
                 collective = resolve_run_collective(settle, config.recipe, replica, start)
-                runtime.comm = comm
+                comm.auto_collectives, runtime.comm = runtime.comm.auto_collectives, comm
             if config.elastic:
                 can_grow = config.max_ranks > config.workers
                 takes = JoinTerms(config.to_json(), config.max_ranks, publish) if can_grow else None
@@ -239,8 +239,8 @@ def train_replica(
             runtime.close(error)
             raise
         finally:
-            if runtime.session.refusals:
-                telemetry.emit("refused", t=runtime.read_clock(), **runtime.session.refusals)
+            if refused := runtime.session.transport.refusals.to_json():
+                telemetry.emit("refused", t=runtime.read_clock(), **refused)
         runtime.close()
         if refusals := count_refusals(read_events(files.get_telemetry_path(rank))):
             summary["refused"] = dict(refusals)

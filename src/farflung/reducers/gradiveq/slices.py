@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from farflung.codecs.blocks import get_working_dtype
 from farflung.comm.collectives.segments import sum_in_order
 from farflung.comm.staging import copy_to_device
 from farflung.reducers.aggregation import CodecExchange
-from farflung.types import CodingCost, ParameterSpan, Payload, State, TensorSpec
+from farflung.types import ParameterSpan, Payload, State, TensorSpec
 
 __all__ = ["EncodedSegment", "Layout", "SliceCoder", "SlicedLayer", "reduce_ring"]
 
@@ -334,12 +333,12 @@ async def reduce_ring(
     segments = coder.split(size)
 
     def encode(segment: EncodedSegment) -> Tensor:
-        cost = CodingCost("encode", method, coder.count_dense(segment))
-        return channel.compute(cost, partial(coder.encode, segment))
+        channel.charge("encode", coder.count_dense(segment), method)
+        return coder.encode(segment)
 
     def decode(summed: Tensor, segment: EncodedSegment) -> None:
-        cost = CodingCost("decode", method, coder.count_dense(segment))
-        channel.compute(cost, partial(coder.decode, summed, segment, float(total_metadata[0])))
+        channel.charge("decode", coder.count_dense(segment), method)
+        coder.decode(summed, segment, float(total_metadata[0]))
 
     async def receive(segment: EncodedSegment, segment_hop: int, *extras: Tensor) -> list[Tensor]:
         expect = (
@@ -356,7 +355,8 @@ async def reduce_ring(
         channel.send(Payload((summed, metadata_by_rank[sending])), next_rank, hop + k)
         local = encode(segments[receiving])
         incoming, metadata_by_rank[receiving] = await receive(segments[receiving], hop + k, metadata)
-        summed = channel.compute(CodingCost("add", "", local.numel()), partial(torch.add, incoming, local))
+        channel.charge("add", local.numel())
+        summed = torch.add(incoming, local)
 
     total_metadata = sum_in_order([metadata_by_rank[sender] for sender in range(size)])
     hop += size - 1
