@@ -76,8 +76,10 @@ class Site:
 
         Raises:
           ConfigError: It counts other processes.
+          ProtocolError: The processes of the site have different numbers.
         """
         if env.counts_sites:
+            self.check_equal(f"values of {SITE_VARIABLE}", f"{env.rank}/{env.size}")
             return env.rank, env.size
         number, share = divmod(env.rank, self.size)
         if env.size % self.size or share != self.rank or self.ranks[-1] - self.ranks[0] >= self.size:
