@@ -380,8 +380,10 @@ class Branched(nn.Module):
 
 def branch(
     rank: int, size: int, store: dist.Store, *, layout: str, port: int, recipe: str, per_site: int = 2
-) -> tuple[str, bool]:
-    """Each process of a site uses another head, and nobody the last: returns its end, and if that one is as it was."""
+) -> tuple[str, bool, int]:
+    """Each process of a site uses another head, and nobody the last: returns its end, if that one is as it was, and how
+    many rounds of exchanges there were.
+    """
     site, share = divmod(rank, per_site)
     if layout == "plain":
         return follow_branches(
@@ -394,7 +396,7 @@ def branch(
 
 def follow_branches(
     number: int, heads: Sequence[int], recipe: str, *, shards_body: bool = False, **options: Any
-) -> tuple[str, bool]:
+) -> tuple[str, bool, int]:
     torch.manual_seed(number)
     model: Any = Branched()
     if shards_body:
@@ -415,7 +417,8 @@ def follow_branches(
                     (model(x, head) / len(heads)).backward()
             stepping.step()
             stepping.zero_grad()
-    return whole(model), torch.equal(first, model.heads[2].weight)
+        rounds = handle._engine.round_number
+    return whole(model), torch.equal(first, model.heads[2].weight), rounds
 
 
 def refuse(rank: int, size: int, store: dist.Store, *, port: int) -> dict[str, str]:

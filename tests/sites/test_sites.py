@@ -175,11 +175,11 @@ def test_a_delay_by_measured_times_is_one_for_all_shares(pool: Pool) -> None:
 @pytest.mark.parametrize("layout", ["copies", "body"])
 def test_processes_of_a_site_may_use_unlike_parameters(pool: Pool, recipe: str, layout: str) -> None:
     """A gradient that one lacks counts as zeros, one that all lack does not exist. Plain heads stand beside a sharded
-    body, and get their gradients before FSDP2 begins.
+    body, and get their gradients before FSDP2 begins, in the same round of exchanges.
     """
     job = partial(pool.run, function="tests.sites.jobs.branch", recipe=recipe, port=free_ports(1)[0])
     plain = job(2, layout="plain", per_site=1)
-    assert plain[0][1]
+    assert plain[0][1:] == (True, 5)
     assert job(4, layout=layout) == [plain[0]] * 4
 
 
