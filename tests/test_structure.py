@@ -58,7 +58,7 @@ ORDER: list[set[str]] = [
     {"workloads"},
     {"loop"},
     {"wall", "sim"},
-    {"calibration", "recipes"},
+    {"calibration", "recipes", "sites"},
     {"attach_checks"},
     {"importance", "step_tracker"},
     {"handle"},

@@ -80,6 +80,18 @@ def test_the_address_is_that_on_the_way_to_the_master(
     assert json.loads(capsys.readouterr().out)["machine"]["messages and gloo use"] == "127.0.0.1 to localhost"
 
 
+def test_it_says_which_site_this_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FARFLUNG_SITE", "1/3@localhost:29400")
+    assert main(["doctor", "--json"]) == 0
+    machine = json.loads(capsys.readouterr().out)["machine"]
+    assert machine["site"] == "1 of 3, which meet at localhost:29400"
+    assert machine["messages and gloo use"] == "127.0.0.1 to localhost"
+    monkeypatch.setenv("FARFLUNG_SITE", "1 of 3")
+    assert "FARFLUNG_SITE is '1 of 3'" in refuse(capsys, "doctor")
+
+
 def test_a_peer_is_reached_in_both_directions(capsys: pytest.CaptureFixture[str]) -> None:
     with served() as peer:
         assert main(["doctor", peer, "--json"]) == 0

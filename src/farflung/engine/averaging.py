@@ -15,11 +15,13 @@ from farflung.comm.wire import supports_dtype
 from farflung.types import Payload, Runtime
 
 if TYPE_CHECKING:
+    from farflung.engine.buckets import GradientBucket
     from farflung.network import NetworkProfile
 
 __all__ = [
     "average",
     "average_tensors",
+    "average_weights",
     "barrier",
     "broadcast",
     "compute_fingerprint",
@@ -295,6 +297,15 @@ async def average_tensors(runtime: Runtime, tensors: Sequence[Tensor], number: i
     )
     load_values(tensors, (total / (int(count) * share)).split([tensor.numel() for tensor in tensors]))
     return nbytes
+
+
+async def average_weights(
+    runtime: Runtime, buckets: Iterable[GradientBucket], number: int, purpose: Purpose, *, first_part: int = 0
+) -> list[Tensor]:
+    """Returns the mean parameters over the replicas, flat by bucket."""
+    weights = [bucket.copy_weights() for bucket in buckets]
+    await average(runtime, weights, number, purpose, first_part=first_part)
+    return weights
 
 
 def _view_as_real(tensor: Tensor) -> Tensor:

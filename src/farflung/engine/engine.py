@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from farflung.comm import Purpose
-from farflung.engine.averaging import average, average_tensors
+from farflung.engine.averaging import average_tensors, average_weights
 from farflung.engine.buckets import GradientBuckets
 from farflung.engine.extension import Extension
 from farflung.engine.flight import Flight, concatenate
 from farflung.engine.gate import LinkGate
 from farflung.engine.merge_states import MergeStates
 from farflung.engine.metadata import PendingMetadata, StepMetadata
-from farflung.engine.placement import move_state
+from farflung.engine.placement import move_state, to_local
 from farflung.engine.plan import Arrival, StepOutcome, StepPlan
 from farflung.engine.reducer_states import ReducerStates
 from farflung.engine.times import StepTimer
@@ -27,7 +27,7 @@ from farflung.engine.unused import UnusedParameters
 from farflung.errors import NonFinite, Unsupported
 from farflung.files import wrap_decision_errors
 from farflung.moments import collect_moments, get_learning_rate
-from farflung.types import Reducer, ReduceResult, Runtime, Schedule, SharedStats, State, Transfer
+from farflung.types import Json, Reducer, ReduceResult, Runtime, Schedule, SharedStats, State, Transfer
 
 __all__ = ["Engine"]
 
@@ -51,6 +51,7 @@ class Engine:
       on_nonfinite: Policy for a loss that is not finite; see :class:`farflung.config.Training`.
       should_check_gradients: True to check gradients for this too, because the loss is unknown.
       steps: Number of steps of the run; ``None`` if unknown.
+      agree: Function that returns the same value to all processes of a site; ``None`` if it has one process.
 
     Raises:
       Unsupported: no unit contains a bucket, a merge is named twice, or a fragment is on several devices.
@@ -69,7 +70,9 @@ class Engine:
         on_nonfinite: str = "stop",
         should_check_gradients: bool = False,
         steps: int | None = None,
+        agree: Callable[[Json], Json] | None = None,
     ) -> None:
+        self._agree = agree
         self._runtime, self._buckets, self._reducer, self._schedule = runtime, buckets, reducer, schedule
         self._on_nonfinite = on_nonfinite
         self._should_check_gradients = should_check_gradients
@@ -236,8 +239,9 @@ class Engine:
             self._buckets.clear()
         self._merge_states.finish()
         if self.has_diverged:
-            parameters = [parameter.detach() for parameter in self._buckets.parameters]
-            await average(self._runtime, parameters, self.round_number, Purpose.FLUSH)
+            means = await average_weights(self._runtime, self._buckets, self.round_number, Purpose.FLUSH)
+            for bucket, mean in zip(self._buckets, means, strict=True):
+                bucket.load_weights(mean)
             self.restart()
         for name, value in (await self._metadata.sum_remaining(self._runtime, self.round_number)).items():
             plan.outcome.sums[name] = plan.outcome.sums.get(name, 0.0) + value
@@ -413,7 +417,10 @@ class Engine:
         )
         self.flights.append(flight)
         if is_first and self._schedule.needs_times(self._schedule_state, plan.step):
-            flight.decider_times = self._runtime.decide("times", plan.step, self.times.to_json)
+            agreed = None if self._agree is None else self._agree(self.times.to_json())
+            flight.decider_times = self._runtime.decide(
+                "times", plan.step, self.times.to_json if agreed is None else lambda: agreed
+            )
 
     def _is_busy(self) -> bool:
         """Returns True if any exchange is incomplete."""
@@ -511,7 +518,9 @@ class Engine:
     async def _average_moments(self, flight: Flight) -> None:
         assert self._optimizer is not None
         tensors = [
-            t for bucket in flight.unit.buckets for t in collect_moments(self._optimizer, bucket.parameters)
+            to_local(moment)
+            for bucket in flight.unit.buckets
+            for moment in collect_moments(self._optimizer, bucket.parameters)
         ]
         if tensors and self._runtime.comm.size > 1:
             number = Purpose.MOMENTS.build_exchange_id(flight.round_number)

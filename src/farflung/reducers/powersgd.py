@@ -72,6 +72,7 @@ class PowerSGD(Reducer):
 
     is_repeatable: ClassVar[bool] = True
     has_shared_delta: ClassVar[bool] = True
+    compresses_matrices: ClassVar[bool] = True
 
     rank: int | None = None
     min_ratio: float = 2.0

@@ -149,6 +149,11 @@ class Reducer:
     before the next ones start may then be repeated, since a replica that is ahead has another state.
     """
 
+    @property
+    def compresses_matrices(self) -> bool:
+        """Returns True if bytes depend on the shapes of the parameters, and so on how they are sharded."""
+        return False
+
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """Returns the initial state for one flat tensor."""
         raise NotImplementedError

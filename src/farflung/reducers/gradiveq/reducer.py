@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -79,6 +79,8 @@ class GradiVeQ(Reducer):
 
     References: Yu et al. 2018, eq. (3) to (6), Alg. 1; spread windows, ``ratio``, ``matrices``, votes are our choice.
     """
+
+    compresses_matrices: ClassVar[bool] = True
 
     slice_size: int = 512
     matrices: bool = False
