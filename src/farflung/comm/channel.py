@@ -118,9 +118,10 @@ class ExchangeChannel:
       comm: Communicator of the ranks that take part.
       exchange: Number of the exchange, from :meth:`Purpose.build_exchange_id`; equal on all ranks.
       part: Number of the part that this exchange moves.
+      priority: Priority of its messages.
     """
 
-    def __init__(self, comm: Group, exchange: int, part: int) -> None:
+    def __init__(self, comm: Group, exchange: int, part: int, priority: int = 0) -> None:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.kind = get_exchange_kind(exchange)
@@ -128,7 +129,7 @@ class ExchangeChannel:
         self.sent_counts: Counts = np.zeros(comm.size, dtype=np.int64)
         """Payload bytes sent so far to each rank."""
         self._comm = comm
-        self._exchange, self._part = exchange, part
+        self._exchange, self._part, self._priority = exchange, part, priority
         self._num_hops = 0
         self._coding_processor = comm.coding_processor
 
@@ -163,7 +164,7 @@ class ExchangeChannel:
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
         """Sends a payload and counts its bytes."""
         self.sent_counts[dst] += payload.nbytes
-        return self._comm.send(payload, dst, self.get_tag(hop))
+        return self._comm.send(payload, dst, self.get_tag(hop), self._priority)
 
     def count_sent(self, nbytes: Counts) -> None:
         """Counts bytes that bypass :meth:`send`."""
@@ -225,6 +226,7 @@ def start_exchange(
     *,
     rewind: Callable[[], None] | None = None,
     is_last_of_step: bool = False,
+    priority: int = 0,
 ) -> ExchangeHandle[T]:
     """Starts an exchange in the background, in the same order on all replicas.
 
@@ -238,11 +240,12 @@ def start_exchange(
       result_codec: Codec of its result.
       rewind: Restores what ``make`` has changed, before the exchange is built again.
       is_last_of_step: True if this is the last exchange of a training step.
+      priority: Priority of its messages; 0 in an elastic run.
     """
     if runtime.elastic is not None:
         started: ExchangeHandle[T] = runtime.elastic.start(
             number, part, make, result_codec, rewind=rewind, is_last_of_step=is_last_of_step
         )
         return started
-    channel = ExchangeChannel(runtime.comm, number, part)
+    channel = ExchangeChannel(runtime.comm, number, part, priority)
     return ExchangeHandle(channel, runtime.launch(make(channel)))

@@ -81,6 +81,7 @@ class Flight:
         state: CodecState | None = None,
         *,
         is_last_of_step: bool = False,
+        priority: int = 0,
     ) -> None:
         """Starts the exchange on the communication thread.
 
@@ -90,6 +91,7 @@ class Flight:
           tensor: Contribution, given away to the reducer.
           state: State of the reducer, if the exchange is repeated.
           is_last_of_step: True if it is the last to start at its step.
+          priority: Priority of its messages.
         """
         self.start_s = runtime.read_clock()
         originals, wait_until_filled = [tensor], record_stream(tensor.device)
@@ -124,6 +126,7 @@ class Flight:
             _RESULT,
             rewind=rewind,
             is_last_of_step=is_last_of_step,
+            priority=priority,
         )
         self.exchange.result.add_done_callback(handle_end)
 

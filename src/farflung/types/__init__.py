@@ -40,6 +40,7 @@ from farflung.types.sampling import (
 )
 from farflung.types.schedule import (
     Bucket,
+    ForwardTrace,
     Fragment,
     OptimizerFactory,
     RateScaling,
@@ -85,6 +86,7 @@ __all__ = [
     "AverageTarget",
     "Batch",
     "Bucket",
+    "ForwardTrace",
     "Change",
     "Channel",
     "Codec",

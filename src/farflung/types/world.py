@@ -258,11 +258,13 @@ class Cost:
       samples: Number of samples.
       numels: Number of parameters in each bucket of a backward pass, which determines when each is ready. If empty,
         buckets are ready at equal intervals.
+      share: Part of the work for which time is charged.
     """
 
     kind: Literal["forward", "backward", "optimizer", "evaluate", "score", "other"]
     samples: int
     numels: tuple[int, ...] = ()
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,6 +536,25 @@ class Runtime(Protocol):
 
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
         """Runs ``fn``; virtual time charges the modelled seconds."""
+        ...
+
+    async def run_forward(
+        self,
+        cost: Cost,
+        order: Sequence[int],
+        fn: Callable[[Callable[[int], None]], T],
+        prepare: Callable[[int], Coroutine[Pending[Any], None, None]],
+    ) -> T:
+        """Returns the result of ``fn(use)``, which calls ``use(i)`` before it first uses bucket ``i``.
+
+        In this world's time, ``prepare(i)`` completes before the layers that need the bucket begin.
+
+        Args:
+          cost: Cost of the forward pass.
+          order: Buckets in the order of their first use.
+          fn: Function that runs the forward pass.
+          prepare: Function that waits for a bucket and updates it.
+        """
         ...
 
     def run_backward(
