@@ -81,7 +81,7 @@ class Flight:
         state: CodecState | None = None,
         *,
         is_last_of_step: bool = False,
-        priority: int = 0,
+        priority: int | None = None,
     ) -> None:
         """Starts the exchange on the communication thread.
 

@@ -56,13 +56,13 @@ SyncUnit: TypeAlias = Bucket | Fragment
 class Transfer:
     """One exchange as data: the unit, the step at whose end its result is due, its merge, and its priority.
 
-    Messages to one receiver leave by ascending priority; see :class:`farflung.types.Group`.
+    Messages of the exchanges with the lowest priority leave first; ``None`` leaves them in order.
     """
 
     unit: SyncUnit
     merge_step: int
     merge: Merge
-    priority: int = 0
+    priority: int | None = None
 
 
 class ForwardTrace(NamedTuple):

@@ -137,8 +137,8 @@ class Group(Protocol):
           payload: Tensors, given away: they must not be modified until all receivers have provably read them.
           dst: Receiving rank.
           tag: Tag of the message.
-          priority: Messages to one receiver leave by ascending priority, and in order if equal. Messages below 0 do not
-            wait behind those of 0 or more, even if these are partly sent.
+          priority: Messages to one receiver leave by ascending priority, and in order if equal. A message also overtakes
+            one that is partly sent, if it is shorter than the remainder.
         """
         ...
 
@@ -334,7 +334,10 @@ class Channel(Protocol):
         ...
 
     def reserve_hops(self, count: int) -> int:
-        """Reserves ``count`` consecutive hops for one collective or round; returns the first."""
+        """Reserves ``count`` consecutive hops for one phase of an exchange, all sent by a rank alike; returns the first.
+
+        Messages of later phases are less urgent.
+        """
         ...
 
     def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
