@@ -119,10 +119,8 @@ class Replica:
     _rate_schedule: RateSchedule = field(init=False)
     _use_order: Sequence[int] = field(init=False, default=())
     """Buckets in the order of their first use, if updates are deferred."""
-    _watcher: ForwardWatcher = field(init=False)
+    _watcher: ForwardWatcher | None = field(init=False, default=None)
     """Watcher of the last forward pass, if updates are deferred."""
-    _wait_s: float = field(init=False, default=0.0)
-    """Seconds of this step's forward pass that waited for deferred updates."""
     _rate: float | None = field(init=False, default=None)
     """Learning rate of this step, if the rate changes."""
     _num_samples: int = field(init=False, default=0)
@@ -373,8 +371,9 @@ class Replica:
             await extension.prepare_step(step)
         if not self.schedule.has_deferred_updates:
             self._set_rate(step)
+        waited_before_s = self.engine.times.waited_s
         metadata, fetched_s = await self._compute(step)
-        computed_s = read_clock()
+        computed_s, use_wait_s = read_clock(), self.engine.times.waited_s - waited_before_s
         for extension in self._extensions:
             await extension.use_wait(step)
         scored_s = read_clock() if self.components.sampler.needs_scores else computed_s
@@ -394,8 +393,8 @@ class Replica:
         for extension in self._extensions:
             await extension.finish_step(result)
         split = TimeSplit(
-            (computed_s - fetched_s) + (updated_s - merged_s),
-            (merged_s - scored_s) + (read_clock() - updated_s),
+            (computed_s - fetched_s - use_wait_s) + (updated_s - merged_s),
+            use_wait_s + (merged_s - scored_s) + (read_clock() - updated_s),
             fetched_s - begin_s,
             scoring=scored_s - computed_s,
         )
@@ -444,7 +443,12 @@ class Replica:
             return await self.runtime.compute(cost, lambda: self.compute_scaled_loss(batch, weights))
 
         def run(use: Callable[[int], None]) -> tuple[Tensor, StepMetadata]:
-            with ForwardWatcher(self.buckets, use) as self._watcher:
+            def check_use(index: int) -> None:
+                watcher.check_order(step, self._use_order)
+                use(index)
+
+            self._watcher = watcher = ForwardWatcher(self.buckets, check_use)
+            with watcher:
                 return self.compute_scaled_loss(batch, weights)
 
         result = await self.runtime.run_forward(cost, self._use_order, run, self._update_bucket)
@@ -454,10 +458,7 @@ class Replica:
 
     async def _update_bucket(self, index: int) -> None:
         """Waits for a bucket's mean and steps the optimizer on it."""
-        begin_s = self.runtime.read_clock()
-        has_gradient = await self.engine.merge_bucket(index)
-        self._wait_s += self.runtime.read_clock() - begin_s
-        if has_gradient:
+        if await self.engine.merge_bucket(index):
             share = self.buckets.numels[index] / sum(self.buckets.numels)
             await self.runtime.compute(Cost("optimizer", 0, share=share), self.update)
         self.buckets.clear()
@@ -622,6 +623,8 @@ class Replica:
         """Runs autograd, and calls ``ready`` for each bucket as it fills."""
         self._random.install()
         self.buckets.run_backward(loss, ready)
+        if self._watcher is not None:
+            self._watcher.check_gradients(self.completed_steps)
         synchronize(self.device)
 
     def update(self) -> None:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from farflung.engine import Extension, TrainingLoop
 from farflung.errors import ConfigError
+from farflung.moments import get_optimizer_name, is_separable
 from farflung.options import check_choice, check_number
 from farflung.schedules.merges import Replace
 from farflung.schedules.orders import rank_by_tac, rank_by_tic
@@ -45,6 +46,25 @@ class Priority(Schedule):
     def __post_init__(self) -> None:
         check_choice("priority", "order", self.order, ("tic", "tac", "forward"))
         check_number("priority", "flops_per_byte", self.flops_per_byte, 0)
+
+    @override
+    def build_extensions(self, loop: TrainingLoop) -> Sequence[Extension]:
+        """Rejects what needs all gradients at once.
+
+        Raises:
+          ConfigError: gradients are clipped by their norm, or the optimizer is unknown.
+        """
+        if loop.training.clip_norm:
+            raise ConfigError(
+                "schedule priority steps bucket by bucket, before the norm of the whole gradient is known: leave out "
+                "--clip-norm, or choose --schedule synchronous"
+            )
+        if not is_separable(loop.optimizer):
+            raise ConfigError(
+                f"schedule priority steps bucket by bucket, which {get_optimizer_name(loop.optimizer)} may not "
+                "support: use an optimizer of torch.optim, or choose --schedule synchronous"
+            )
+        return ()
 
     @property
     @override
