@@ -114,7 +114,14 @@ def test_a_loss_that_is_not_finite_skips_the_step_it_belongs_to() -> None:
             return losses * torch.nan if self.passes == 6 else losses
 
     ours, theirs = (
-        Run(schedule, 2, APART, LINK, workload=lambda: Once(dim=12, samples=64), settings={"on_nonfinite": "skip"})
+        Run(
+            schedule,
+            2,
+            APART,
+            LINK,
+            workload=lambda: Once(dim=12, samples=64),
+            settings={"on_nonfinite": "skip"},
+        )
         for schedule in ("priority", "synchronous")
     )
     ours.replicas[0].workload.passes = 0  # type: ignore[attr-defined]
@@ -148,11 +155,16 @@ def test_a_layer_begins_when_its_own_mean_is_there(monkeypatch: pytest.MonkeyPat
     for step in range(2):
         ready_s = 0.0
         for place, (_, begin_s, arrived_s, end_s) in enumerate(uses[4 * step : 4 * step + 4]):
-            assert end_s == max(begin_s, arrived_s), "it goes on at the instant of its mean, not before or after"
+            assert end_s == max(begin_s, arrived_s), (
+                "it goes on at the instant of its mean, not before or after"
+            )
             assert not place or begin_s == ready_s + 0.25, "each layer takes its own time"
             ready_s = end_s
-        first, *_, last = uses[4 * step : 4 * step + 4]
-        assert first[1] < first[2] < last[2], "the first layer waits, and the last mean comes later still"
+        arrivals_s = [arrived_s for _, _, arrived_s, _ in uses[4 * step : 4 * step + 4]]
+        assert uses[4 * step][1] < arrivals_s[0], "the first layer waits"
+        assert arrivals_s[3] < arrivals_s[0] < arrivals_s[1] < arrivals_s[2], (
+            "the last bucket's message had begun"
+        )
 
 
 def test_waits_in_the_forward_pass_count_as_exposed() -> None:
@@ -298,7 +310,7 @@ def test_orders_of_a_residual_block() -> None:
 
 
 def test_orders_of_a_tower_on_either_side() -> None:
-    """a and b are used apart, each by an operation that needs nothing else, and meet nowhere; c and d belong together."""
+    """a and b are used apart, each by an operation that needs nothing else; c and d are used together."""
     operations = [frozenset({A}), frozenset({B}), frozenset({C, D})]
     # A transfer that no operation needs together with others comes last.
     assert rank_by_tic(operations, [A, B, C, D]) == {A: 2, B: 2, C: 0, D: 0}

@@ -27,7 +27,16 @@ from farflung.engine.unused import UnusedParameters
 from farflung.errors import NonFinite, Unsupported
 from farflung.files import wrap_decision_errors
 from farflung.moments import collect_moments, get_learning_rate
-from farflung.types import ForwardTrace, Reducer, ReduceResult, Runtime, Schedule, SharedStats, State, Transfer
+from farflung.types import (
+    ForwardTrace,
+    Reducer,
+    ReduceResult,
+    Runtime,
+    Schedule,
+    SharedStats,
+    State,
+    Transfer,
+)
 
 __all__ = ["Engine"]
 

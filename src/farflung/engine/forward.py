@@ -18,10 +18,11 @@ from farflung.types import ForwardTrace
 
 __all__ = ["ForwardWatcher", "trace_forward"]
 
-_METADATA = frozenset(
-    "dim dtype device element_size is_complex is_contiguous is_cuda is_floating_point is_leaf is_meta layout ndim "
-    "ndimension nelement numel requires_grad shape size storage_offset stride".split()
-)
+_METADATA = frozenset((
+    "device", "dim", "dtype", "element_size", "is_complex", "is_contiguous", "is_cuda", "is_floating_point", "is_leaf",
+    "is_meta", "layout", "ndim", "ndimension", "nelement", "numel", "requires_grad", "shape", "size", "storage_offset",
+    "stride",
+))  # fmt: skip
 """Functions and properties that do not read the values of a tensor."""
 _REMEDY = "choose --schedule synchronous"
 

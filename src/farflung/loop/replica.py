@@ -428,7 +428,9 @@ class Replica:
         """Traces a forward pass of a new model, on the first two samples of the training set."""
         with RandomState.preserve_globals():
             RandomState(derive_seed(self.training.seed, "trace"), self.device).install()
-            model = workload.build_model(create_generator(self.training.seed, "model")).to(self.device).train()
+            model = (
+                workload.build_model(create_generator(self.training.seed, "model")).to(self.device).train()
+            )
             data, _ = workload.load_datasets()
             batch = move_batch(data.take(torch.arange(min(2, len(data))), train=True), self.device)
             buckets = GradientBuckets(model.named_parameters(), self.components.bucket_nbytes)

@@ -86,7 +86,9 @@ class Priority(Schedule):
         """Ranks the buckets; those that no operation uses come last."""
         if self.order == "tac":
             transfers = {unit.index: self.flops_per_byte * unit.buckets[0].spec.nbytes for unit in units}
-            ranks = rank_by_tac(trace.dependencies, trace.flops, {index: transfers[index] for index in trace.order})
+            ranks = rank_by_tac(
+                trace.dependencies, trace.flops, {index: transfers[index] for index in trace.order}
+            )
         elif self.order == "tic":
             ranks = rank_by_tic(trace.dependencies, trace.order)
         else:
@@ -98,6 +100,6 @@ class Priority(Schedule):
         """Returns one transfer for each bucket."""
         priorities = state["priorities"] or [0] * len(units)
         return [
-            Transfer(unit, step, Replace(), priority)
+            Transfer(unit, step, Replace(), priority=priority)
             for unit, priority in zip(units, priorities, strict=True)
         ]

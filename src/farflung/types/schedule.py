@@ -62,7 +62,7 @@ class Transfer:
     unit: SyncUnit
     merge_step: int
     merge: Merge
-    priority: int | None = None
+    priority: int | None = field(default=None, kw_only=True)
 
 
 class ForwardTrace(NamedTuple):

@@ -137,8 +137,8 @@ class Group(Protocol):
           payload: Tensors, given away: they must not be modified until all receivers have provably read them.
           dst: Receiving rank.
           tag: Tag of the message.
-          priority: Messages to one receiver leave by ascending priority, and in order if equal. A message also overtakes
-            one that is partly sent, if it is shorter than the remainder.
+          priority: Messages to one receiver leave by ascending priority, and in order if equal. A more urgent message
+            overtakes one that is partly sent if it is shorter than the remainder.
         """
         ...
 
@@ -334,7 +334,7 @@ class Channel(Protocol):
         ...
 
     def reserve_hops(self, count: int) -> int:
-        """Reserves ``count`` consecutive hops for one phase of an exchange, all sent by a rank alike; returns the first.
+        """Reserves ``count`` consecutive hops for one phase of an exchange; returns the first.
 
         Messages of later phases are less urgent.
         """
