@@ -68,7 +68,7 @@ def exchange_s(cell: Cell, bucket_nbytes: int = 1) -> float:
 
 @cache
 def step_s(cell: Cell, schedule: str | Schedule, bucket_nbytes: int = 1) -> float:
-    """Of a recipe; a bucket for each layer when not told otherwise. C is T of a bucket for each layer over the ratio."""
+    """Of a recipe; each layer is a bucket when not told otherwise. C is T, in such buckets, over the ratio."""
     return _run(cell, schedule, bucket_nbytes, exchange_s(replace(cell, ratio=1.0)) / cell.ratio)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from farflung import TorchWorkload
 from farflung.devices import DeviceProfile, LayerProfile
 
-__all__ = ["BATCH_SIZE", "MODELS", "Layers", "Model", "chain"]
+__all__ = ["BATCH_SIZE", "MODELS", "Layers", "Model", "chain", "chain_workload"]
 
 BATCH_SIZE = 4
 REDUCED = 64
@@ -119,3 +119,8 @@ def transformer() -> Model:
 
 MODELS = {"chain": chain(16), "ResNet-50": resnet50(), "VGG-19": vgg19(), "transformer": transformer()}
 """By name."""
+
+
+def chain_workload() -> TorchWorkload:
+    """The chain, for worker processes."""
+    return MODELS["chain", "chain_workload"].workload()
