@@ -123,4 +123,4 @@ MODELS = {"chain": chain(16), "ResNet-50": resnet50(), "VGG-19": vgg19(), "trans
 
 def chain_workload() -> TorchWorkload:
     """The chain, for worker processes."""
-    return MODELS["chain", "chain_workload"].workload()
+    return MODELS["chain"].workload()
