@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.common.pictures import create_drawing
 from benchmarks.common.provenance import ROOT
 from benchmarks.common.results import (
     Expected,
@@ -39,6 +41,9 @@ __all__ = [
 PAGE = ROOT / "docs" / "results.md"
 FRONT = ROOT / "README.md"
 PAPERS = ROOT / "docs" / "papers"
+UNGROUPED, SMALLEST_GROUP = 20, 3
+"""Rows of a page that one table shows; with more, rows of one unit and network have a table, if they are so many."""
+CLAIMS = ("claim", "verdict", "paper", "ours")
 BEGIN, END = "<!-- results: written by scripts/bench --pages -->", "<!-- end of results -->"
 VERDICTS: tuple[Verdict, ...] = (
     "reproduced",
@@ -49,6 +54,9 @@ VERDICTS: tuple[Verdict, ...] = (
     "not comparable",
     "not run",
 )
+GREY = "#888888"
+COLUMN = 0.23
+"""Width of the column of targets that were not reached, as a share of the picture's."""
 COLORS: Mapping[Verdict, str] = {
     "reproduced": "tab:green",
     "better": "tab:blue",
@@ -61,20 +69,27 @@ FOREWORD = """# Results
 
 {counts}
 
-Each row is a fact about a commit: the last one that had changed the code when the row was measured. Later commits may
-differ. A star marks rows whose commit is the one that stored them. Figures of virtual time are marked as simulated.
+A row states what one commit did: the last commit that had changed the code when the row was measured. Later commits may
+differ. A star marks rows whose commit is the one that stored them. Rows in virtual time are marked as simulated.
 
-**Verdicts** compare with the figure that a source publishes. A row is *reproduced* where ours is as good within its
-tolerance: 0.5 points, or 10 % of any other figure, unless `expected.toml` says otherwise. It is *better* or *worse*
-where ours and its whole spread lie beyond, and *undecided* where the spread is wider than twice the tolerance.
-*Not reached* is a target that ours missed: best and target stand in the place of the figure. *Not comparable* comes
-with the reason below its table. A baseline counts as converged where twice its steps gain less than 0.5 points. *Goals*
-are farflung's own and do not enter the verdict, and a *peer* is another system that was measured. Rows without a
-published figure have no verdict.
+**Verdicts** compare our figure with the one that a source publishes. By default a difference counts as none up to 0.5
+points, or up to 10 % of any other figure; `expected.toml` may set another tolerance.
+
+| verdict | meaning |
+| --- | --- |
+| **reproduced** | our figure is within the tolerance |
+| **better**, **worse** | our figure and its whole spread are beyond the tolerance |
+| **undecided** | the spread is wider than twice the tolerance |
+| **not reached** | our training missed the target; the table gives its best score and the target |
+| **not comparable** | the settings differ in a way that matters; the reason is below the table |
+| **not run** | we do not have the data, or have not measured it yet |
+
+A baseline counts as converged if twice as many steps gain less than 0.5 points. *Goals* are farflung's own and do not
+enter the verdict. A *peer* is another system that we measured. Rows without a published figure have no verdict.
 
 ## Six published systems
 
-Each has [a page of its own](papers/index.md): equations, settings, all rows, and why ours differ.
+Each has [its own page](papers/index.md) with equations, settings, all rows, and why our figures differ.
 """
 
 
@@ -126,9 +141,10 @@ def results_page(found: Sequence[Page]) -> str:
     """The text of ``docs/results.md``."""
     parts = [FOREWORD.format(counts=_sentence(sum((page.counts for page in found), Counter())))]
     systems = [(page, page.system) for page in found if page.system is not None]
-    heads = ("system", "idea", "claim", "paper", "ours", "setting", "verdict", "commit, date")
     parts.append(
-        _markdown(heads, [line for page, system in systems for line in _on_first_screen(page, system)])
+        _markdown(
+            CLAIMS, [line for page, system in systems for line in _claims(page, system, folder="papers/")]
+        )
     )
     lines = [
         (
@@ -142,7 +158,7 @@ def results_page(found: Sequence[Page]) -> str:
         if page.system is None:
             parts.append(f"\n({_anchor(page)})=\n## {page.title}\n")
             parts.append(
-                f"How it is measured, and why it differs: `benchmarks/{page.folder.name}/README.md`.\n"
+                f"How we measured it, and why figures differ: `benchmarks/{page.folder.name}/README.md`.\n"
             )
             parts.append(_rows_table(page.rows))
     return "\n".join(parts)
@@ -151,13 +167,8 @@ def results_page(found: Sequence[Page]) -> str:
 def generated(found: Sequence[Page]) -> Iterator[tuple[Path, str]]:
     """The pages that have a block of results, with the block: READMEs, and ``docs/papers``."""
     systems = [(page, page.system) for page in found if page.system is not None]
-    heads = ("system", "idea", "claim", "paper", "ours", "verdict")
-    lines = [
-        (f"[{name}]({page.paper.name})" if name else "", *cells, verdict)
-        for page, system in systems
-        for name, *cells, _, verdict, _ in _on_first_screen(page, system)
-    ]
-    yield PAPERS / "index.md", _markdown(heads, lines)
+    lines = [line for page, system in systems for line in _claims(page, system)]
+    yield PAPERS / "index.md", _markdown(CLAIMS, lines)
     yield FRONT, _front(found)
     for page, _ in systems:
         yield page.paper, _paper(page)
@@ -168,7 +179,7 @@ def generated(found: Sequence[Page]) -> Iterator[tuple[Path, str]]:
 def _paper(page: Page) -> str:
     """The results that the page of a system shows: all rows, and how far they are from the published figures."""
     picture = (
-        f"![Distance of each row from the paper's figure, in tolerances](../results_{page.folder.name}.png)"
+        f"![Distance of each row from the paper's figure, in tolerances](../results_{page.folder.name}.svg)"
     )
     return f"{_sentence(page.counts)}\n\n{picture}\n\n{_rows_table(page.rows)}"
 
@@ -181,26 +192,21 @@ def _readme(page: Page) -> str:
 
 
 def _front(found: Sequence[Page]) -> str:
-    """The table of the repository's README: a row of each system, and the verdicts on all rows of it."""
-    lines = []
+    """The table of the repository's README: claims of each system, and the verdicts on all rows."""
+    lines, counts = [], Counter[Verdict]()
     for page in found:
         if page.system is None:
             continue
-        row, result = next(each for each in page.rows if each[0].name == page.system.shown)
-        others = ", ".join(
-            f"{page.counts[verdict]} {verdict}" for verdict in VERDICTS if page.counts[verdict]
-        )
-        lines.append(
-            (
-                f"[{page.system.name}](docs/papers/{page.paper.name})",
-                page.system.idea,
-                f"{row.name} ({row.unit})",
-                _figure(row.published),
-                "" if result is None else _with_spread(result),
-                f"**{judge(row, result)[0]}**<br>all rows: {others}",
-            )
-        )
-    return _markdown(("system", "idea", "figure", "paper", "ours", "verdict"), lines)
+        counts += page.counts
+        rows = {row.name: (row, result) for row, result in page.rows}
+        name = f"[{page.system.name}](docs/papers/{page.paper.name})"
+        for shown, claim in page.system.shown.items():
+            row, result = rows[shown]
+            ours = "" if result is None else _with_spread(result)
+            lines.append((name, claim, f"**{judge(row, result)[0]}**", _figure(row.published), ours))
+            name = ""
+    table = _markdown(("system", "claim", "verdict", "its source", "ours"), lines)
+    return f"{table}\nAll rows of the six: {_list_counts(counts)}."
 
 
 def with_block(text: str, block: str) -> str:
@@ -212,68 +218,91 @@ def with_block(text: str, block: str) -> str:
     return f"{before}{BEGIN}\n{block}\n{END}{after}"
 
 
-def _on_first_screen(page: Page, system: System) -> Iterator[tuple[str, ...]]:
-    """A line for each headline row with a published figure; system, idea and setting are said once."""
+def _claims(page: Page, system: System, *, folder: str = "") -> Iterator[tuple[str, ...]]:
+    """Yields a line for each headline row with a published figure; the first one names the system.
+
+    Args:
+      page: of the system.
+      system: whose rows they are.
+      folder: of the page, from that of the table.
+    """
     heads = [row for row in page.rows if row[0].headline and row[0].published is not None]
     for place, (row, result) in enumerate(heads):
         verdict, reason = judge(row, result)
+        name = "" if place else f"**[{system.name}]({folder}{page.paper.name})**<br>"
+        setting = row.note or ("" if place else f"paper: {system.paper}; ours: {system.ours}")
+        details = "<br>".join(
+            filter(
+                None,
+                (setting.replace("; ours:", "<br>ours:"), reason and f"{verdict}: {reason}", _commit(result)),
+            )
+        )
         yield (
-            *((f"**{system.name}**", system.idea) if place == 0 else ("", "")),
-            f"{row.name} ({row.unit})",
+            f"{name}{row.name} ({row.unit}) <details><summary>setting</summary>{details}</details>",
+            f"**{verdict}**",
             f"{_figure(row.published)}<br>{row.at}",
             "" if result is None else _with_spread(result),
-            row.note or (f"paper: {system.paper}<br>ours: {system.ours}" if place == 0 else ""),
-            f"**{verdict}**" + (f": {reason}" if reason else ""),
-            _commit(result),
         )
 
 
 def _rows_table(rows: Sequence[tuple[Expected, Result | None]]) -> str:
-    """A table of rows, and below it why those without a comparison have none."""
-    lines, reasons = [], dict[str, list[str]]()
-    peers = any(row.peer is not None for row, _ in rows)
+    """The rows in tables, and below them why some are not compared and which have not been run."""
+    reasons = dict[str, list[str]]()
     for row, result in rows:
         verdict, reason = judge(row, result)
         if reason:
-            reasons.setdefault(f"{verdict}: {reason}", []).append(row.name)
-        lines.append(
-            (
-                row.name,
-                row.unit,
-                _figure(row.published) + (f" ({row.at})" if row.at else ""),
-                *((_figure(row.peer),) if peers else ()),
-                "" if result is None else result.figure,
-                "" if result is None else _spread(result),
-                verdict,
-                _figure(row.goal),
-                _commit(result),
-            )
-        )
-    heads = (
-        "row",
-        "unit",
-        "paper",
-        *(("peer",) if peers else ()),
-        "ours",
-        "spread",
-        "verdict",
-        "goal",
-        "commit, date",
-    )
-    said = "".join(f"\n* {reason} ({'; '.join(names)})" for reason, names in reasons.items())
-    return _markdown(heads, lines) + ("\n" + said + "\n" if said else "")
+            published = f", paper {_figure(row.published)}" if result is None and row.published else ""
+            reasons.setdefault(f"{verdict}: {reason}", []).append(row.name + published)
+    groups = dict[str, list[tuple[Expected, Result | None]]]()
+    for row, result in rows:
+        if result is not None or not judge(row, result)[1]:
+            groups.setdefault(_group(row) if len(rows) > UNGROUPED else "", []).append((row, result))
+    others = [pair for group in groups.values() if len(group) < SMALLEST_GROUP for pair in group]
+    parts = [
+        (f"**{group[:1].upper()}{group[1:]}**\n\n" if group else "") + _table(pairs, has_units=not group)
+        for group, pairs in groups.items()
+        if len(pairs) >= SMALLEST_GROUP
+    ]
+    if others:
+        parts.append(("**Other rows**\n\n" if parts else "") + _table(others, has_units=True))
+    if reasons:
+        parts.append("".join(f"* {reason} ({'; '.join(names)})\n" for reason, names in reasons.items()))
+    return "\n".join(parts)
+
+
+def _group(row: Expected) -> str:
+    """The unit of a row, and the network that its name ends with."""
+    network = re.search(r" at (\d+ [MG]bit/s)$", row.name)
+    return f"{row.unit}, {network[1]}" if network else row.unit
+
+
+def _table(rows: Sequence[tuple[Expected, Result | None]], *, has_units: bool) -> str:
+    columns: dict[str, list[str]] = {
+        "row": [row.name for row, _ in rows],
+        "verdict": [f"**{verdict}**" if (verdict := judge(*pair)[0]) else "" for pair in rows],
+        "unit": [row.unit for row, _ in rows] if has_units else [],
+        "paper": [_figure(row.published) + (f" ({row.at})" if row.at else "") for row, _ in rows],
+        "peer": [_figure(row.peer) for row, _ in rows],
+        "ours": ["" if result is None else result.figure for _, result in rows],
+        "spread": ["" if result is None else _spread(result) for _, result in rows],
+        "goal": [_figure(row.goal) for row, _ in rows],
+        "commit, date": [_commit(result) for _, result in rows],
+    }
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    return _markdown([*columns], [*zip(*columns.values(), strict=True)])
 
 
 def _sentence(counts: Mapping[Verdict, int]) -> str:
     """How many rows have each verdict."""
     compared = sum(counts.get(verdict, 0) for verdict in VERDICTS)
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts.get(verdict))
-    own = f"{counts.get('', 0)} rows have no published figure"
-    return (
-        f"{compared} rows with a published figure or without a result: {told}; {own}."
-        if compared
-        else f"{own}."
-    )
+    others = f"{counts.get('', 0)} rows have no published figure"
+    if not compared:
+        return f"{others}."
+    return f"{compared} rows with a published figure or without a result: {_list_counts(counts)}; {others}."
+
+
+def _list_counts(counts: Mapping[Verdict, int]) -> str:
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts.get(verdict))
 
 
 def _anchor(page: Page) -> str:
@@ -308,29 +337,37 @@ def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]], *, align: st
 
 
 def pictured(page: Page, path: Path) -> None:
-    """Draws how far each row is from the published figure, in tolerances; to the right is better."""
-    import matplotlib.pyplot as plt
+    """Draws how far each row is from the published figure, in tolerances; to the right is better.
 
+    Targets that were not reached have no distance: they are in a column of their own at the left edge.
+    """
     rows = [
         (row, result, verdict)
         for row, result in page.rows
         if result is not None and (verdict := judge(row, result)[0]) and row.published is not None
     ]
-    figure, axes = plt.subplots(figsize=(9, 1.3 + 0.24 * len(rows)), layout="constrained")
-    axes.axvspan(-1, 1, color="tab:green", alpha=0.12)
-    axes.axvline(0, color="black", linewidth=0.8)
-    for place, (row, result, verdict) in enumerate(reversed(rows)):
-        _mark(axes, place, row, result, verdict)
-    axes.set_xscale("symlog", linthresh=1)
-    axes.set_yticks(range(len(rows)), [row.name for row, _, _ in reversed(rows)], fontsize=7)
-    axes.set_xlabel("distance from the paper's figure, in tolerances (right: better)")
-    axes.set_title(page.title, loc="left")
-    axes.margins(x=0.08)
-    for verdict in dict.fromkeys(verdict for _, _, verdict in rows):
-        axes.plot([], [], **_style(verdict), label=verdict)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
+    with create_drawing(path, (8.5, 1.5 + 0.26 * len(rows))) as figure:
+        axes = figure.subplots()
+        axes.axvspan(-1, 1, color="tab:green", alpha=0.15)
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_xscale("symlog", linthresh=1)
+        axes.grid(visible=False, axis="y")
+        for place, (row, result, verdict) in enumerate(reversed(rows)):
+            _mark(axes, place, row, result, verdict)
+        axes.set_yticks(range(len(rows)), [row.name for row, _, _ in reversed(rows)], fontsize=8)
+        axes.set_ylim(-0.7, len(rows) - 0.3)
+        axes.set_xlabel("distance from the paper's figure, in tolerances (right: better)")
+        axes.margins(x=0.08)
+        if any(result.ours is None for _, result, _ in rows):
+            axes.set_xlim(left=min(20 * axes.get_xlim()[0], -10))  # the column has no points
+            axes.fill_between(
+                [0, COLUMN], 0, 1, transform=axes.transAxes, color=GREY, alpha=0.12, linewidth=0
+            )
+        for verdict in dict.fromkeys(
+            verdict for _, result, verdict in rows if result.ours is not None or verdict == "not reached"
+        ):
+            axes.plot([], [], **_style(verdict), label=verdict)
+        figure.legend(loc="outside lower center", ncols=4)
 
 
 def _mark(axes: Axes, place: int, row: Expected, result: Result, verdict: Verdict) -> None:
@@ -338,10 +375,9 @@ def _mark(axes: Axes, place: int, row: Expected, result: Result, verdict: Verdic
     unit = row.within or 1.0
     sign = 1 if row.better == "higher" else -1
     if result.ours is None:
-        axes.annotate(
-            "target not reached", (0, place), (4, 0), textcoords="offset points", fontsize=7, va="center"
-        )
-        axes.plot(0, place, **_style(verdict))
+        edge = axes.get_yaxis_transform()
+        axes.plot(0.012, place, **_style(verdict), transform=edge)
+        axes.text(0.025, place, "target not reached", transform=edge, fontsize=8, color=GREY, va="center")
         return
     ours, low, high = (
         sign * ((result.ours if figure is None else figure) - row.published) / unit
@@ -358,7 +394,7 @@ def _style(verdict: Verdict) -> dict[str, Any]:
         "marker": "x" if verdict == "not reached" else "o",
         "linestyle": "none",
         "color": color,
-        "markerfacecolor": "white" if hollow else color,
+        "markerfacecolor": "none" if hollow else color,
     }
 
 
@@ -370,7 +406,7 @@ def main() -> int:
         path.write_text(with_block(path.read_text(encoding="utf-8"), block), encoding="utf-8")
     for page in found:
         if page.system is not None:
-            pictured(page, PAGE.with_name(f"results_{page.folder.name}.png"))
+            pictured(page, PAGE.with_name(f"results_{page.folder.name}.svg"))
     return 0
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from html import escape
 from pathlib import Path
 
 from docutils import nodes
+from latex2mathml.converter import convert
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import logging
+from sphinx.writers.html5 import HTML5Translator
 
 import farflung
 
@@ -20,10 +23,10 @@ project = "farflung"
 author = "The farflung developers"
 version = release = farflung.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["attrs_block", "dollarmath"]
 myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True, "undoc-members": True, "show-inheritance": True}
@@ -35,12 +38,16 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 html_theme = "furo"
+html_math_renderer = "mathml"  # browsers draw it themselves: no script, no font, no network
+html_static_path = ["_static"]
+html_css_files = ["farflung.css"]
 html_extra_path = ["llms.txt"]
 html_title = f"farflung {version}"
 
 LONGEST_TYPE = 2
 """Words of a field "Type"; what is longer is a sentence that was taken for one."""
-REFERENCE = (Path(__file__).parent / "reference.md").read_text(encoding="utf-8")
+VERDICTS = {"reproduced", "better", "worse", "not reached", "undecided", "not comparable", "not run"}
+REFERENCE = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("reference/*.md"))
 MODULES = re.findall(r"^\.\. automodule:: (\S+)$", REFERENCE, re.MULTILINE)
 
 
@@ -78,6 +85,36 @@ def tidy_reference(app: Sphinx, doctree: nodes.document) -> None:
             logging.getLogger(__name__).warning("no type: %s", body.astext(), location=field)
 
 
+def mark_verdicts(app: Sphinx, doctree: nodes.document) -> None:
+    """Gives verdicts in tables a class, by which the style sheet shows them as chips."""
+    for row in doctree.findall(nodes.row):
+        for strong in row.findall(nodes.strong):
+            if strong.astext() in VERDICTS:
+                strong["classes"] += ["verdict", strong.astext().replace(" ", "-")]
+
+
+def inline_drawings(app: Sphinx, doctree: nodes.document, name: str) -> None:
+    """Puts SVG into the page, where its text and axes take the colour of the theme."""
+    for image in [*doctree.findall(nodes.image)] if app.builder.format == "html" else []:
+        if image["uri"].endswith(".svg"):
+            svg = Path(app.srcdir, image["uri"]).read_text(encoding="utf-8")
+            svg = re.sub(r"<style>.*?</style>", "", svg)
+            svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(image["alt"])}" ', 1)
+            image.replace_self(nodes.raw("", f'<div class="drawing">{svg}</div>', format="html"))
+
+
+def render_inline_math(translator: HTML5Translator, node: nodes.math) -> None:
+    """Writes an equation of a line as MathML."""
+    translator.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def render_block_math(translator: HTML5Translator, node: nodes.math_block) -> None:
+    """Writes an equation in a block of its own as MathML."""
+    translator.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    raise nodes.SkipNode
+
+
 def find_missing_names(app: Sphinx, env: BuildEnvironment) -> None:
     """Warns of public names that the reference page shows nowhere, for want of a docstring."""
     shown = env.domains.python_domain.objects
@@ -94,5 +131,8 @@ def setup(app: Sphinx) -> None:
     app.add_lexer("mermaid", TextLexer)  # drawn by GitHub, shown as text here
     app.connect("builder-inited", lend_docstrings)
     app.connect("autodoc-process-docstring", keep_first_words, priority=400)  # before napoleon's 500
+    app.add_html_math_renderer("mathml", (render_inline_math, None), (render_block_math, None))
     app.connect("doctree-read", tidy_reference)
+    app.connect("doctree-read", mark_verdicts)
+    app.connect("doctree-resolved", inline_drawings)
     app.connect("env-check-consistency", find_missing_names)

@@ -26,7 +26,7 @@ __all__ = ["Mutant", "mutants_of", "nearest"]
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
     "types", "codecs", "reducers", "schedules", "sampling", "comm", "membership", "engine", "loop", "wall", "sim",
-    "handle.py", "ddp.py",
+    "handle.py", "step_tracker.py", "ddp.py",
 )  # fmt: skip
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -58,8 +58,9 @@ ORDER: list[set[str]] = [
     {"workloads"},
     {"loop"},
     {"wall", "sim"},
-    {"calibration", "recipes", "attach_checks"},
-    {"importance"},
+    {"calibration", "recipes"},
+    {"attach_checks"},
+    {"importance", "step_tracker"},
     {"handle"},
     {"ddp"},
     {"integrations"},
@@ -411,15 +412,16 @@ REFERENCE = re.compile(r"^\.\. automodule:: (\S+)$", re.MULTILINE)
 
 
 def test_the_reference_has_every_public_name_once_and_nothing_else() -> None:
-    listed = REFERENCE.findall((ROOT / "docs" / "reference.md").read_text(encoding="utf-8"))
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    listed = [name for page in pages for name in REFERENCE.findall(page.read_text(encoding="utf-8"))]
     assert sorted(listed) == sorted(map(module_name, PUBLIC)), "one '.. automodule:: farflung.name' for each"
 
 
 # --- classes and parts ------------------------------------------------------------------------------------------
 
-MOST_FUNCTIONS = 49
+MOST_FUNCTIONS = 42
 """Of one class: as many as today's largest has."""
-MOST_BY_UNIT = {"comm": 34, "membership": 34, "wall": 26}
+MOST_BY_UNIT = {"comm": 27, "membership": 30, "wall": 26}
 """The same for some packages."""
 
 
@@ -445,7 +447,7 @@ def test_no_class_grows_beyond_the_largest() -> None:
     assert {unit: largest[unit] for unit in MOST_BY_UNIT} == MOST_BY_UNIT, "lower a bound, or part a class"
 
 
-SMALL_ROOMS = ("engine",)
+SMALL_ROOMS = ("comm", "engine", "membership")
 """Packages whose classes stay below both bounds."""
 FEW_FUNCTIONS, FEW_METHODS = 30, 12
 """Of one class there, and of those the public ones that are no properties."""

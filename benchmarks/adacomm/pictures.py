@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.adacomm.race import smooth
 from benchmarks.adacomm.watched import Point
-from farflung.report.pictures import create_picture
+from benchmarks.common.pictures import create_drawing
 
 __all__ = ["draw"]
 
@@ -22,7 +22,7 @@ def draw(path: Path, curves: Mapping[str, Sequence[Point]], target: float) -> No
       curves: by method.
       target: the loss that times are taken at.
     """
-    with create_picture(path, (10, 4)) as figure:
+    with create_drawing(path, (10, 4)) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2), sharex=True)
         for (name, points), colour in zip(curves.items(), COLOURS, strict=True):
             seconds = [point.seconds / 1000 for point in points]

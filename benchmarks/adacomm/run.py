@@ -19,7 +19,7 @@ from benchmarks.adacomm.watched import Point, Watched
 from benchmarks.common import Benchmark, Group, Measured, Trainings, main
 
 FOLDER = Path(__file__).parent
-PICTURE = FOLDER.parents[1] / "docs" / "adacomm.png"
+PICTURE = FOLDER.parents[1] / "docs" / "adacomm.svg"
 RATIO = 4.0
 """D/Y at which three times is near what can be had."""
 RATIOS = (0.5, 1.0, 2.0, 8.0)

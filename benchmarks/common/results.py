@@ -88,7 +88,7 @@ class System:
       source: authors, venue and year.
       paper: the setting of the published figure.
       ours: the setting of ours.
-      shown: the row that the repository's README shows; none that is over float32 where 16 bits are what is used.
+      shown: rows that the repository's README shows, with the claim of the source in a few words.
     """
 
     name: str
@@ -96,7 +96,7 @@ class System:
     source: str
     paper: str
     ours: str
-    shown: str
+    shown: Mapping[str, str]
 
 
 @dataclass(frozen=True)

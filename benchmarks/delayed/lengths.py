@@ -73,7 +73,7 @@ OTHERS = {
 LONGEST = max(ROWS)
 FIVE_SEEDS = (0, 1, 2, 3, 4)
 LAW_ROW = "steps after which D=20 loses 0.3 points, by the law, fashion-mnist/cnn"
-PICTURE = Path(__file__).parents[2] / "docs" / "delay.png"
+PICTURE = Path(__file__).parents[2] / "docs" / "delay.svg"
 
 
 def length_row(delay: int, steps: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from farflung.report.pictures import create_picture
+from benchmarks.common.pictures import create_drawing
 
 __all__ = ["draw"]
 
@@ -40,7 +40,7 @@ def draw(
       law: points lost, of a delay and steps.
       published: points lost on ImageNet by delays of 4 to 20.
     """
-    with create_picture(path, (10, 4)) as figure:
+    with create_drawing(path, (10, 4)) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
         for name, look in LOOKS.items():
             found = {steps: one["lost"][name] for steps, one in by_steps.items() if name in one["lost"]}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common.pictures import create_drawing
 from benchmarks.mercury.curves import Panel, smooth
-from farflung.report.pictures import create_picture
 
 __all__ = ["draw"]
 
@@ -25,7 +25,7 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
       path: of the picture.
       panels: side by side.
     """
-    with create_picture(path, (4.7 * len(panels), 4)) as figure:
+    with create_drawing(path, (4.7 * len(panels), 4)) as figure:
         axes = figure.subplots(1, len(panels), squeeze=False)
         for axis, panel in zip(axes[0], panels, strict=True):
             unit, label, scale = ALONG[panel.along]

@@ -20,7 +20,7 @@ from farflung.errors import DataError
 __all__ = ["BENCHMARK", "NotTrained", "Quick", "stored"]
 
 FOLDER = Path(__file__).parent
-PICTURE = FOLDER.parents[1] / "docs" / "mercury.png"
+PICTURE = FOLDER.parents[1] / "docs" / "mercury.svg"
 
 
 class NotTrained(DataError):

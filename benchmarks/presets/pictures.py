@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.common.pictures import create_drawing
 from benchmarks.presets.courses import Course
 from benchmarks.presets.methods import REFERENCE
-from farflung.report.pictures import create_picture
 
 __all__ = ["draw"]
 
@@ -17,7 +17,7 @@ HIGHEST = 1.0
 
 
 def draw(folder: Path, courses: Mapping[str, Course], target: float) -> None:
-    """Draw ``presets_bytes.png``.
+    """Draw ``presets_bytes.svg``.
 
     Args:
       folder: takes it.
@@ -25,7 +25,7 @@ def draw(folder: Path, courses: Mapping[str, Course], target: float) -> None:
       target: a loss to mark.
     """
     lowest = courses[REFERENCE].loss
-    with create_picture(folder / "presets_bytes.png", (13, 5)) as figure:
+    with create_drawing(folder / "presets_bytes.svg", (13, 5)) as figure:
         by_steps, by_bytes = figure.subplots(1, 2, sharey=True)
         for number, (method, course) in enumerate(courses.items()):
             points = list(zip(*course.curves, strict=True))

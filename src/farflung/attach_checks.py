@@ -1,4 +1,4 @@
-"""Checks of models and optimizers of external training loops, before training starts."""
+"""Checks of recipes, models and optimizers of external training loops, before training starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +15,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from farflung.errors import ConfigError, Unsupported
+from farflung.rates import NoScaling
+from farflung.schedules import SCHEDULES
+from farflung.spec import format_spec
+from farflung.types import Schedule
+
+if TYPE_CHECKING:
+    from farflung.loop import Components
+    from farflung.recipes import Recipe
 
 __all__ = [
     "check_optimizer",
+    "check_recipe",
     "check_tensors",
     "check_unwrapped",
+    "describe_attach_support",
     "format_names",
     "is_accumulating",
     "list_optimizer_parameters",
@@ -27,6 +39,61 @@ __all__ = [
 
 _MAX_NAMES = 4
 """Largest number of parameter names in a message."""
+
+
+def describe_attach_support(recipe: Recipe) -> str:
+    """Returns ``yes`` if :func:`farflung.attach` supports the recipe, otherwise what it needs or why it is refused."""
+    parts = recipe.build_components(0)
+    if reason := parts.schedule.attach_refusal or _explain_refusal(parts):
+        return f"no: {reason}"
+    if recipe.sampler != "uniform":
+        return f"draw batches with sampler {recipe.component_texts['sampler']}"
+    return (
+        "yes"
+        if parts.stream.has_random_access
+        else f"draw batches with stream {recipe.component_texts['stream']}"
+    )
+
+
+def check_recipe(recipe: Recipe, parts: Components) -> None:
+    """Checks that an external loop can follow a recipe.
+
+    Raises:
+      Unsupported: It cannot; names the reason and the nearest recipe that it can follow.
+    """
+    if reason := parts.schedule.attach_refusal or _explain_refusal(parts):
+        raise Unsupported(
+            f"attach cannot follow recipe {recipe.text}: {reason}; use farflung train, or this "
+            f"recipe.with_components({_suggest_changes(parts)}), which comes nearest"
+        )
+
+
+def _suggest_changes(parts: Components) -> str:
+    """Returns the changes that turn an unsupported recipe into the nearest supported one."""
+    changes = {"sharing": "none"} if parts.sharing.has_data_transfers else {}
+    if parts.scaling != NoScaling():
+        changes["scaling"] = "none"
+    if parts.schedule.attach_refusal:
+        changes["schedule"] = format_spec(_find_nearest_schedule(parts.schedule), SCHEDULES)
+    return ", ".join(f"{family}={text!r}" for family, text in changes.items())
+
+
+def _find_nearest_schedule(schedule: Schedule) -> Schedule:
+    from farflung.schedules import AdaComm, LocalSGD, Pipelined, Synchronous
+
+    match schedule:
+        case AdaComm():
+            return LocalSGD(schedule.sync_every, schedule.optimizer_state)
+        case Pipelined():
+            return replace(schedule, predict=None)
+    return Synchronous()
+
+
+def _explain_refusal(parts: Components) -> str:
+    """Returns why the recipe conflicts with an external training loop; empty if it does not."""
+    if parts.sharing.has_data_transfers:
+        return "it sees no samples and cannot send any to other replicas"
+    return "" if parts.scaling == NoScaling() else "the learning rate is the loop's own"
 
 
 def check_unwrapped(model: nn.Module) -> None:

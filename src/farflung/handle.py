@@ -6,10 +6,8 @@ import atexit
 import itertools
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -17,14 +15,12 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from farflung._torch import get_current_node, get_graph_task_id, queue_backward_callback
 from farflung.attach_checks import (
     check_optimizer,
+    check_recipe,
     check_tensors,
     check_unwrapped,
-    format_names,
     is_accumulating,
     list_optimizer_parameters,
     needs_closure,
@@ -32,23 +28,19 @@ from farflung.attach_checks import (
 )
 from farflung.comm import Endpoint, Purpose, find_collective
 from farflung.config import ON_NONFINITE
-from farflung.engine import Engine, GradientBuckets, StepMetadata
+from farflung.engine import Engine, GradientBuckets
 from farflung.engine.averaging import (
     average,
     broadcast,
-    compute_sketch,
-    estimate_max_divergence,
     find_unequal,
     sum_over_ranks,
 )
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
-from farflung.loop import Components, compute_fingerprint, describe_optimizer
+from farflung.loop import compute_fingerprint, describe_optimizer
 from farflung.moments import collect_eval_state, get_optimizer_name
-from farflung.rates import NoScaling
 from farflung.recipes import Recipe, parse_recipe
 from farflung.reducers import list_summed_nbytes
-from farflung.schedules import SCHEDULES
-from farflung.spec import format_spec
+from farflung.step_tracker import SPREAD_TOLERANCE, LoopChecks, ReplicaComparison, StepTracker
 from farflung.telemetry import Sink, Telemetry
 from farflung.types import Schedule, State
 from farflung.wall import LaunchEnv, WallRuntime
@@ -58,66 +50,14 @@ if TYPE_CHECKING:
     from farflung.network import NetworkProfile
     from farflung.sampling import Gain
 
-__all__ = ["Handle", "attach", "describe_attach_support"]
+__all__ = ["Handle", "attach"]
 
 T = TypeVar("T")
 
 _CONNECT_TIMEOUT_S = 60.0
-_MAX_PASSES = 100
-"""Number of consecutive backward passes without a step after which the optimizer is taken never to step."""
-_COMPARISON_PERIOD = 1024
-"""Number of rounds between comparisons of equal replicas, in addition to the powers of two."""
-_SPREAD_TOLERANCE = 1e-4
-"""Largest relative distance of replicas that rounding on different devices can explain."""
-_STEP_IN_BACKWARD = (
-    "an optimizer stepped, or a hook took a gradient away, while backward() was sending it: replicas would train "
-    "apart. Step after backward()"
-)
 _JOIN_HINT = "; where ranks have unlike numbers of batches, put the loop inside handle.join()"
 _active_handles: list[Handle] = []
 """Handles of this process that have not finished."""
-
-
-def describe_attach_support(recipe: Recipe) -> str:
-    """Returns ``yes`` if :func:`attach` supports the recipe, otherwise what it needs or why it is refused."""
-    parts = recipe.build_components(0)
-    if reason := parts.schedule.attach_refusal or _explain_refusal(parts):
-        return f"no: {reason}"
-    if recipe.sampler != "uniform":
-        return f"draw batches with sampler {recipe.component_texts['sampler']}"
-    return (
-        "yes"
-        if parts.stream.has_random_access
-        else f"draw batches with stream {recipe.component_texts['stream']}"
-    )
-
-
-def _suggest_changes(parts: Components) -> str:
-    """Returns the changes that turn an unsupported recipe into the nearest supported one."""
-    changes = {"sharing": "none"} if parts.sharing.has_data_transfers else {}
-    if parts.scaling != NoScaling():
-        changes["scaling"] = "none"
-    if parts.schedule.attach_refusal:
-        changes["schedule"] = format_spec(_find_nearest_schedule(parts.schedule), SCHEDULES)
-    return ", ".join(f"{family}={text!r}" for family, text in changes.items())
-
-
-def _find_nearest_schedule(schedule: Schedule) -> Schedule:
-    from farflung.schedules import AdaComm, LocalSGD, Pipelined, Synchronous
-
-    match schedule:
-        case AdaComm():
-            return LocalSGD(schedule.sync_every, schedule.optimizer_state)
-        case Pipelined():
-            return replace(schedule, predict=None)
-    return Synchronous()
-
-
-def _explain_refusal(parts: Components) -> str:
-    """Returns why the recipe conflicts with an external training loop; empty if it does not."""
-    if parts.sharing.has_data_transfers:
-        return "it sees no samples and cannot send any to other replicas"
-    return "" if parts.scaling == NoScaling() else "the learning rate is the loop's own"
 
 
 def _load_profile(network: NetworkProfile | str | None) -> NetworkProfile | None:
@@ -180,11 +120,7 @@ def attach(
     """
     parsed_recipe = parse_recipe(recipe) if isinstance(recipe, str) else recipe
     parts = parsed_recipe.build_components(seed)
-    if reason := parts.schedule.attach_refusal or _explain_refusal(parts):
-        raise Unsupported(
-            f"attach cannot follow recipe {parsed_recipe.text}: {reason}; use farflung train, or this "
-            f"recipe.with_components({_suggest_changes(parts)}), which comes nearest"
-        )
+    check_recipe(parsed_recipe, parts)
     if nonfinite not in (None, *ON_NONFINITE):
         raise ConfigError(
             f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"
@@ -237,7 +173,7 @@ def attach(
         max_unreceived_nbytes=math.inf if elastic else None,
     )
     try:
-        runtime.session.leave_detail += _JOIN_HINT
+        runtime.session.members.leave_detail += _JOIN_HINT
         runtime.limit_messages(itertools.chain(model.parameters(), model.buffers()))
         if needs_closure(optimizer) and not parts.schedule.is_synchronous:
             raise Unsupported(
@@ -315,54 +251,30 @@ class Handle:
         self._last_event_s, self._last_waited_s = 0.0, 0.0
         self.collective = collective
         """Name of the collective for all-reduces, with ``auto`` already resolved."""
-        self.step = 0
-        """Number of optimizer steps so far, including those that a ``GradScaler`` skipped."""
         self._model, self._optimizer = model, optimizer
         self._runtime, self._buckets, self._engine = runtime, buckets, engine
         self._schedule, self._gain = schedule, gain
-        self._is_syncing, self._is_accumulating = True, is_accumulating
         self._network = network
-        self._weight = 1.0
         self.is_finished = False
         """True after :meth:`finish`, :meth:`leave` or an error."""
-        self._tasks: dict[int, weakref.ref[_TaskEndCallback] | None] = {}
-        """Autograd tasks of the current backward pass, by id; ``None`` for a task that has ended."""
-        self._is_step_open = False
-        """True if a backward pass ran since the optimizer's last step."""
-        self._empty_passes = 0
-        """Number of consecutive backward passes, with the current one, whose hooks saw no gradient."""
-        self._has_exchanged = False
-        """True if an exchange ran since the optimizer's last step."""
-        self._is_stepping_optimizer = False
-        """True while farflung itself steps the optimizer, at the end or for a replica without data."""
-        self._skipped_steps = 0
-        """Number of consecutive steps that the loop skipped."""
-        self._sketch_of_open_step: Tensor | None = None
-        """Sums of parameters at the start of a pass, if the previous pass's gradients vanished without a step."""
-        self._has_stepped: bool | None = None
-        """True if the optimizer has stepped since the last gradient; ``None`` before the first gradient."""
-        self._other_optimizer = ""
-        """Class name of another optimizer that has stepped on the same parameters since this one."""
-        self._passes = 0
-        """Number of backward passes before the current one since the optimizer's last step."""
-        self._has_diverged = False
-        """True if replicas were found to differ although they should be equal."""
-        self._issued_warnings: set[str] = set()
-        """Kinds of warnings issued so far."""
-        parameters = list(model.named_parameters())
-        self._trainable_parameters = buckets.parameters
-        self._parameter_ids = {id(p) for _, p in parameters}
-        self._frozen_parameters = [(name, p) for name, p in parameters if not p.requires_grad]
-        self._num_optimizer_params = len(list_optimizer_parameters(optimizer))
-        # A step may be compiled, but not the exchange.
-        handle_step, handle_other_step = (
-            torch.compiler.disable(method) for method in (self._handle_step, self._handle_other_step)
+        self._checks = LoopChecks(model, optimizer, schedule)
+        self._comparison = ReplicaComparison(runtime, engine, buckets.parameters)
+        self._steps = StepTracker(
+            optimizer,
+            runtime,
+            buckets,
+            engine,
+            schedule,
+            checks=self._checks,
+            comparison=self._comparison,
+            is_accumulating=is_accumulating,
+            on_step=self._report_step,
         )
-        self._hooks = [
-            optimizer.register_step_post_hook(lambda *_: handle_step()),
-            register_optimizer_step_post_hook(lambda stepping, *_: handle_other_step(stepping)),
-        ]
-        buckets.watch(self._handle_gradient)
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps so far, including those that a ``GradScaler`` skipped."""
+        return self._steps.step
 
     @property
     def rank(self) -> int:
@@ -381,12 +293,7 @@ class Handle:
         A lost rank leaves the means of exchanges immediately, and this tuple some steps later. A loop can therefore
         draw batch ``members.index(rank)`` of ``size`` at each step, consistently with all other replicas.
         """
-        elastic = self._runtime.elastic
-        return (
-            tuple(range(self._runtime.comm.size))
-            if elastic is None
-            else elastic.find_change(self._engine.round_number).ranks
-        )
+        return self._engine.members
 
     @property
     def is_synchronous(self) -> bool:
@@ -418,7 +325,7 @@ class Handle:
 
     def is_attached_to(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Returns True if any of the parameters belongs to this handle's model."""
-        return any(id(parameter) in self._parameter_ids for parameter in parameters)
+        return self._checks.includes_any(parameters)
 
     def start(self) -> None:
         """Broadcasts rank 0's parameters and buffers; tensors that are equal already are not sent."""
@@ -441,7 +348,7 @@ class Handle:
         """
         if weight < 0:
             raise ConfigError(f"weight {weight}: must be 0 or more")
-        self._weight = weight
+        self._steps.weight = weight
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -451,11 +358,11 @@ class Handle:
         local steps exchange only when the optimizer steps and do not need this. Pipelined schedules refuse a second
         pass.
         """
-        self._is_syncing, was_syncing = False, self._is_syncing
+        self._steps.is_syncing, was_syncing = False, self._steps.is_syncing
         try:
             yield
         finally:
-            self._is_syncing = was_syncing
+            self._steps.is_syncing = was_syncing
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -478,12 +385,12 @@ class Handle:
             )
         first = self.step
         yield
-        if self._is_step_open:
-            self._end_step(has_updated=False, is_in_pass=False)
+        if self._steps.is_step_open:
+            self._steps.end_step(has_updated=False, is_in_pass=False)
         steps = self.step - first
-        while self._step_without_data():
+        while self._steps.step_without_data():
             pass
-        self.step = first + self._copy_longest_state(steps)
+        self._steps.step = first + self._copy_longest_state(steps)
 
     @contextmanager
     def use_averaged_model(self) -> Iterator[nn.Module]:
@@ -496,10 +403,10 @@ class Handle:
         """
         from farflung.loop.evaluation import apply_consensus
 
-        self._check_no_new_parameters()
-        self._end_skipped_step()
+        self._checks.check_no_new_parameters()
+        self._steps.end_skipped_step()
         consensus = self._engine.get_consensus_parameters()
-        if consensus == {} and self._can_have_diverged and self._measure_spread(message_part=1):
+        if consensus == {} and self._can_have_diverged and self._comparison.measure_spread(message_part=1):
             consensus = None  # something has changed them since the last exchange
         context = apply_consensus(self._runtime, self._model, self._engine.round_number, consensus)
         self._runtime.drive(context.__aenter__())
@@ -517,14 +424,14 @@ class Handle:
         Raises:
           RunLost: :meth:`finish` was called before.
         """
-        self._end_skipped_step()
+        self._steps.end_skipped_step()
         exchanges = self._runtime.launch(self._engine.state_dict()).wait()
         persistent = self._model.state_dict().keys()
         tensors: dict[str, Tensor] = {
             name: buffer for name, buffer in self._model.named_buffers() if name in persistent
         }
         if self._engine.has_diverged:
-            trainable = {id(p) for p in self._trainable_parameters}
+            trainable = {id(p) for p in self._buckets.parameters}
             tensors |= {name: p for name, p in self._model.named_parameters() if id(p) in trainable}
         return {
             "step": self.step,
@@ -563,11 +470,11 @@ class Handle:
             raise CheckpointError("this state was made with another model or other buckets")
         for flight in self._engine.flights:
             self._runtime.drive(flight.exchange.wait())
-        self._reset_step()
+        self._steps.reset_step()
         with torch.no_grad():
             for name, value in saved_tensors.items():
                 tensors[name].copy_(value)
-        self.step = state["step"]
+        self._steps.step = state["step"]
         self._engine.load_state_dict(state["exchanges"])
 
     def finish(self) -> None:
@@ -616,272 +523,6 @@ class Handle:
         elif not self.is_finished:
             self._close(error)
 
-    # --- inside autograd --------------------------------------------------------------------------------------
-
-    def _handle_gradient(self, parameter: nn.Parameter) -> None:
-        self._has_stepped = False
-        if not self._is_syncing or self._is_accumulating():
-            return
-        if not self._tasks:
-            self._begin_pass(parameter)
-        if parameter.grad is not None:
-            self._empty_passes = 0
-        self._follow_task()
-
-    def _follow_task(self) -> None:
-        """Registers a callback at the end of the current autograd task."""
-        task = get_graph_task_id()
-        if task in self._tasks:
-            return
-        if any(end is not None and end() is None for end in self._tasks.values()):
-            raise RunLost(
-                f"the backward pass of step {self.step} broke off on rank {self.rank} while others took its gradients; "
-                "start again from a checkpoint"
-            )
-        end = _TaskEndCallback(self._handle_task_end, task)
-        self._tasks[task] = weakref.ref(end)
-        queue_backward_callback(end)
-
-    def _begin_pass(self, parameter: nn.Parameter) -> None:
-        self._check_all_exchanged()
-        if self._is_step_open:
-            self._continue_step(parameter)
-        if not self._engine.is_round_open:
-            self._begin_round()
-        self._is_step_open = True
-        self._empty_passes += 1
-        self._buckets.arm(self._engine.handle_bucket)
-
-    def _continue_step(self, parameter: nn.Parameter) -> None:
-        """Determines if another backward pass before the step accumulates gradients or follows a skipped step.
-
-        Args:
-          parameter: Parameter with the first gradient of this pass.
-
-        Raises:
-          Unsupported: The schedule does not support it, or another optimizer than the attached one steps.
-        """
-        if self._schedule.has_late_gradients:
-            raise Unsupported(
-                f"a second backward pass before the step of {get_optimizer_name(self._optimizer)}: "
-                f"{type(self._schedule).__name__} has sent the first one's gradients for a later step. Add losses up "
-                "for one backward(), or put all passes of a step but the last inside handle.no_sync()"
-            )
-        symptom = f"took no step in {_MAX_PASSES} backward passes"
-        is_kept = self._buckets.has_kept_gradients(parameter)
-        if not is_kept and (self._buckets.has_zeroed_gradients(parameter) or not self._buckets.is_finite()):
-            # Gradients were zeroed in place or not finite, as when a GradScaler skips a step.
-            self._skipped_steps += 1
-            if self._skipped_steps >= _MAX_PASSES:
-                raise Unsupported(self._describe_missing_step(symptom))
-            self._end_step(has_updated=False, is_in_pass=True)
-        elif self._engine.has_gradient_transfers(self.step):
-            self._passes += 1
-            if self._passes >= _MAX_PASSES:
-                self._warn_once("step", self._describe_missing_step(symptom))
-            if self._engine.is_round_open:
-                self._close_round(has_updated=False, is_in_pass=True)
-        elif not is_kept:
-            sums = compute_sketch(self._trainable_parameters)
-            if self._sketch_of_open_step is not None and not torch.equal(sums, self._sketch_of_open_step):
-                raise Unsupported(self._describe_missing_step("takes no step, while parameters change"))
-            self._sketch_of_open_step = sums
-
-    def _check_no_new_parameters(self) -> None:
-        """Raises ConfigError if trainable parameters were created after :func:`attach`."""
-        if names := [
-            name
-            for name, p in self._model.named_parameters()
-            if p.requires_grad and id(p) not in self._parameter_ids
-        ]:
-            raise ConfigError(
-                f"the model has parameters that were made after attach(), unlike on each rank: {format_names(names)}; "
-                "finish() and attach() again"
-            )
-
-    def _describe_missing_step(self, symptom: str) -> str:
-        hint = f"; {self._other_optimizer} did" if self._other_optimizer else ""
-        return (
-            f"{get_optimizer_name(self._optimizer)}, which attach() was given, {symptom}{hint}, and "
-            f"{type(self._schedule).__name__} "
-            "counts its steps: attach the optimizer whose step() runs; updates by hand need a synchronous recipe"
-        )
-
-    def _begin_round(self, *, has_data: bool = True) -> None:
-        """Plans the exchanges of a backward pass."""
-        number = self._engine.round_number
-        if not number & (number - 1):
-            self._check_no_new_parameters()
-        if self._schedule.is_gradient_only:
-            self._compare_replicas(has_data=has_data)
-        weight = self._weight if has_data else 0.0
-        self._engine.begin_round(self.step, StepMetadata(0.0, weight, is_exhausted=not has_data))
-
-    def _compare_replicas(self, *, has_data: bool) -> None:
-        """Compares replicas that step on equal means, at growing intervals; warns once if they differ."""
-        count = self._engine.round_number
-        if not count or (count & (count - 1) and count % _COMPARISON_PERIOD):
-            return
-        spread = self._measure_spread(is_compared=has_data)
-        self._has_diverged |= spread > 0
-        if spread > _SPREAD_TOLERANCE:
-            self._warn_once(
-                "apart",
-                f"replicas have come apart by {spread:.1g} of their parameters' norm by step {self.step}, though their "
-                f"gradients are equal: something beside the steps of {get_optimizer_name(self._optimizer)} "
-                f"changes parameters "
-                "unlike on each rank, such as noise drawn with unlike seeds. finish() averages them",
-            )
-
-    def _measure_spread(self, message_part: int = 0, *, is_compared: bool = True) -> float:
-        """Measures how far replicas' parameters differ, relative to their norm; 0.0 if they are equal."""
-        if self.size == 1:
-            return 0.0
-        number = self._engine.round_number
-        return self._runtime.drive(
-            estimate_max_divergence(
-                self._runtime,
-                self._trainable_parameters,
-                number,
-                part=message_part,
-                should_contribute=is_compared,
-            )
-        )
-
-    def _handle_task_end(self, task: int) -> None:
-        """Ends the pass with the outermost autograd task; follows the outer task of a reentrant checkpoint."""
-        self._tasks[task] = None
-        outer = get_current_node()
-        if outer is None:
-            self._tasks.clear()
-            self._finish_backward()
-            return
-
-        def follow_outer_task(*_: object) -> None:
-            hook.remove()
-            with self._buckets.lock:
-                self._follow_task()
-
-        hook = outer.register_hook(follow_outer_task)
-
-    def _finish_backward(self) -> None:
-        self._buckets.finish()
-        if self._empty_passes > 1 or self._buckets.has_replaced_gradients():
-            raise Unsupported(_STEP_IN_BACKWARD)
-        if not self._runtime.drive(self._engine.merge_gradients()):
-            self._buckets.clear()
-        self._has_exchanged = True
-        if self._schedule.is_gradient_only:
-            self._close_round(has_updated=True, is_in_pass=False)
-
-    # --- around the optimizer ---------------------------------------------------------------------------------
-
-    def _handle_step(self) -> None:
-        if self._is_stepping_optimizer or not (self._is_step_open or self._has_gradients()):
-            return
-        self._has_stepped = None if self._has_stepped is None else True
-        if not self._has_exchanged:  # otherwise the backward pass has checked them
-            self._check_all_exchanged()
-            if not self._schedule.is_gradient_only and not self._engine.has_gradient_transfers(self.step):
-                self._begin_round()  # its gradients come from no_sync() or torch.func
-            elif self.size > 1 and self._has_gradients():
-                self._has_diverged = True
-                self._warn_once(
-                    "exchange",
-                    f"an optimizer step on rank {self.rank} followed no exchange since step {self.step}: replicas "
-                    "train apart. Gradients are exchanged by backward() outside no_sync(); those of "
-                    "torch.autograd.grad or torch.func are not",
-                )
-        self._skipped_steps, self._other_optimizer = 0, ""
-        self._end_step(has_updated=True, is_in_pass=False)
-
-    def _handle_other_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Records a step of any other optimizer in this process.
-
-        Raises:
-          Unsupported: It steps inside backward, or changes parameters after their change was exchanged.
-        """
-        if optimizer is self._optimizer or not any(
-            id(p) in self._parameter_ids for p in list_optimizer_parameters(optimizer)
-        ):
-            return
-        if get_graph_task_id() >= 0:
-            raise Unsupported(_STEP_IN_BACKWARD)
-        self._other_optimizer = get_optimizer_name(optimizer)
-        if not self._has_stepped or self._schedule.is_gradient_only:
-            return
-        unoptimized_ids = self._parameter_ids - {id(p) for p in list_optimizer_parameters(self._optimizer)}
-        if any(p.grad is not None and id(p) in unoptimized_ids for p in list_optimizer_parameters(optimizer)):
-            raise Unsupported(
-                f"{get_optimizer_name(optimizer)} steps after {get_optimizer_name(self._optimizer)}, which "
-                f"attach() was given, on other "
-                f"parameters of the model: {type(self._schedule).__name__} exchanges what steps have changed when the "
-                "attached one has stepped. Attach the optimizer that steps last"
-            )
-
-    def _warn_once(self, kind: str, text: str) -> None:
-        if kind not in self._issued_warnings:
-            self._issued_warnings.add(kind)
-            warnings.warn(text, stacklevel=3)
-
-    def _has_gradients(self) -> bool:
-        return any(p.grad is not None for p in list_optimizer_parameters(self._optimizer))
-
-    def _check_all_exchanged(self) -> None:
-        """Raises ConfigError if a parameter was unfrozen or added to the optimizer after :func:`attach`."""
-        if self._frozen_parameters and (
-            unfrozen := [name for name, p in self._frozen_parameters if p.requires_grad]
-        ):
-            raise ConfigError(
-                f"parameters were frozen when attach() was called, and would train apart now: "
-                f"{format_names(unfrozen)}; "
-                "finish() and attach() again after unfreezing"
-            )
-        count = 0
-        for group in self._optimizer.param_groups:
-            count += len(group["params"])
-        if count != self._num_optimizer_params and not all(
-            id(p) in self._parameter_ids for p in list_optimizer_parameters(self._optimizer)
-        ):
-            raise ConfigError(
-                "the optimizer was given parameters after attach(), which would train apart: finish() and attach() "
-                "again"
-            )
-
-    def _end_skipped_step(self) -> None:
-        """Ends a step that the loop skipped, as a GradScaler does; a step with finite gradients stays open."""
-        if self._engine.is_round_open and (
-            not self._buckets.is_finite() or self._buckets.has_zeroed_gradients()
-        ):
-            self._end_step(has_updated=False, is_in_pass=False)
-
-    def _end_step(self, *, has_updated: bool, is_in_pass: bool) -> None:
-        """Ends a step of the optimizer.
-
-        Args:
-          has_updated: True if the optimizer had gradients to step on.
-          is_in_pass: True if the next backward pass runs already, so that parameters must not change.
-        """
-        if self._engine.is_round_open:
-            self._close_round(has_updated=has_updated, is_in_pass=is_in_pass)
-        self._reset_step()
-        self.step += 1
-        self._runtime.events += 1
-        self._report_step()
-
-    def _reset_step(self) -> None:
-        """Resets the state kept about backward passes since the optimizer's last step."""
-        self._is_step_open = self._has_exchanged = False
-        self._passes, self._sketch_of_open_step = 0, None
-
-    def _close_round(self, *, has_updated: bool, is_in_pass: bool) -> None:
-        self._runtime.drive(self._engine.finish_round(has_updated=has_updated, should_apply=not is_in_pass))
-
-    @property
-    def _can_have_diverged(self) -> bool:
-        """Returns True if replicas may differ after all exchanges are merged, such as with local steps."""
-        return self._has_diverged or not self._schedule.is_gradient_only
-
     def _report_step(self) -> None:
         """Emits the event of a completed step, which lasts from the end of the previous one."""
         if self._telemetry is None:
@@ -899,27 +540,10 @@ class Handle:
             **({} if self._gain is None else {"rule": self._gain.rule, **self._gain.get_stats()}),
         )
 
-    def _step_without_data(self) -> bool:
-        """Takes part in a step without data; returns True if any replica had data."""
-        self._begin_round(has_data=False)
-        self._buckets.fill_zeros(self._engine.handle_bucket)
-        has_gradient = self._runtime.drive(self._engine.merge_gradients())
-        outcome = self._runtime.drive(self._engine.finish_round(has_updated=has_gradient))
-        self.step += 1
-        self._runtime.events += 1
-        has_data = outcome.num_exhausted < self.size
-        if has_data and has_gradient:
-            self._step_optimizer()
-        self._buckets.clear()
-        return has_data
-
-    def _step_optimizer(self) -> None:
-        """Runs the optimizer's step without the handle's own hooks around it."""
-        self._is_stepping_optimizer = True
-        try:
-            self._optimizer.step()
-        finally:
-            self._is_stepping_optimizer = False
+    @property
+    def _can_have_diverged(self) -> bool:
+        """Returns True if replicas may differ after all exchanges are merged, such as with local steps."""
+        return self._comparison.has_diverged or not self._schedule.is_gradient_only
 
     def _copy_longest_state(self, steps: int) -> int:
         """Copies parameters and optimizer state from a replica with the most steps; returns their number."""
@@ -948,20 +572,20 @@ class Handle:
 
         async def update(step: int) -> None:
             del step  # the loop's own learning-rate schedule has ended
-            self._step_optimizer()
+            self._steps.step_optimizer()
 
-        if self._is_step_open:
-            self._end_step(has_updated=False, is_in_pass=False)
-        if self._other_optimizer:
+        if self._steps.is_step_open:
+            self._steps.end_step(has_updated=False, is_in_pass=False)
+        if self._checks.other_optimizer:
             # Sends the change it made since the last step.
             self._runtime.drive(self._engine.finish_round(has_updated=True, should_apply=False))
         number = self._engine.round_number
         self._runtime.drive(self._engine.flush(update))
-        if self._can_have_diverged and (spread := self._measure_spread(message_part=2)):
-            parameters = [p.detach() for p in self._trainable_parameters]
+        if self._can_have_diverged and (spread := self._comparison.measure_spread(message_part=2)):
+            parameters = [p.detach() for p in self._buckets.parameters]
             self._runtime.drive(average(self._runtime, parameters, number, Purpose.COMPARISON, first_part=3))
-            if spread > _SPREAD_TOLERANCE and not self._issued_warnings:
-                self._warn_once(
+            if spread > SPREAD_TOLERANCE and not self._checks.has_warned:
+                self._checks.warn_once(
                     "finish",
                     f"finish() has averaged replicas that had come apart by {spread:.1g} of their parameters' norm: "
                     f"something has changed them after the last step of {get_optimizer_name(self._optimizer)}, "
@@ -969,7 +593,7 @@ class Handle:
                     "optimizer. Attach the one that steps last",
                 )
         if not self._schedule.is_gradient_only and (
-            state := collect_eval_state(self._optimizer, self._trainable_parameters)
+            state := collect_eval_state(self._optimizer, self._buckets.parameters)
         ):
             self._runtime.drive(average(self._runtime, state, number, Purpose.MOMENTS))
         if self._runtime.elastic is not None:
@@ -982,25 +606,13 @@ class Handle:
         atexit.unregister(self._abort)
         if self in _active_handles:
             _active_handles.remove(self)
-        self._buckets.remove()
-        for hook in self._hooks:
-            hook.remove()
+        self._steps.remove_hooks()
         if error is None and self.size > 1:
             _warn_on_later_step(self._optimizer, self.rank)
         self._runtime.close(error)
 
     def _abort(self) -> None:
         self._close(RunLost(f"rank {self.rank} ended without finish()"))
-
-
-class _TaskEndCallback:
-    """Callback at the end of an autograd task; only autograd refers to it, so it is freed if the task fails."""
-
-    def __init__(self, on_end: Callable[[int], None], task: int) -> None:
-        self._on_end, self._task = on_end, task
-
-    def __call__(self) -> None:
-        self._on_end(self._task)
 
 
 def _warn_on_later_step(optimizer: torch.optim.Optimizer, rank: int) -> None:

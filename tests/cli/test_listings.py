@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from farflung.attach_checks import describe_attach_support
 from farflung.cli.main import main
 from farflung.codecs import CODECS, TopK
 from farflung.data import CATALOG
 from farflung.devices import DEVICES
 from farflung.errors import DataError
-from farflung.handle import describe_attach_support
 from farflung.network import NETWORKS
 from farflung.recipes import RECIPES, Recipe
 from farflung.workloads import DATA, WORKLOADS, create_workload, find_dataset

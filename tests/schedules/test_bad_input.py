@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from farflung.attach_checks import describe_attach_support
 from farflung.errors import ConfigError, NonFinite, Unsupported
-from farflung.handle import attach, describe_attach_support
+from farflung.handle import attach
 from farflung.recipes import parse_recipe
 from farflung.types import Batch
 from farflung.workloads import Quadratic
@@ -77,7 +78,7 @@ def test_options_out_of_range_are_refused_with_the_reason(schedule: str) -> None
     ("schedule", "settings", "reason"),
     [
         ("pipelined(predict=True)", {"optimizer": "adam"}, "use --optimizer sgd"),
-        ("local_sgd(2, 'averaged')", {"optimizer": "lars"}, "the state of Lars is not known"),
+        ("local_sgd(2, 'averaged')", {"optimizer": "lars"}, "the moments of Lars cannot be averaged"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(

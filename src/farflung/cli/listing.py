@@ -82,7 +82,7 @@ def _read_docs(documented: Callable[..., object]) -> Row:
 
 def _build_recipe_rows() -> Listing:
     """Returns the names of all recipes, and a function that builds the row of one name."""
-    from farflung.handle import describe_attach_support
+    from farflung.attach_checks import describe_attach_support
     from farflung.recipes import RECIPES, Recipe
 
     defaults = Recipe().component_texts
