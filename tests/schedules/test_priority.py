@@ -11,19 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from farflung import attach
+from farflung.attach_checks import describe_attach_support
 from farflung.comm import ExchangeChannel
 from farflung.comm.channel import PHASE_PRIORITY
 from farflung.devices import DeviceProfile, LayerProfile
 from farflung.engine import GradientBuckets
 from farflung.engine.forward import ForwardWatcher, trace_forward
 from farflung.errors import ConfigError, Unsupported
-from farflung.handle import attach, describe_attach_support
 from farflung.loop import Replica
 from farflung.recipes import parse_recipe
 from farflung.schedules import Priority
 from farflung.schedules.orders import rank_by_tac, rank_by_tic
 from farflung.sim import LinkModel, VirtualWorld
-from farflung.types import Payload, Runtime
+from farflung.tasks import Pending
+from farflung.types import Payload, Runtime, Tag
 from farflung.wall import WallRuntime
 from farflung.workloads import Quadratic
 from tests.helpers import same_bits
@@ -174,12 +176,17 @@ def test_waits_in_the_forward_pass_count_as_exposed() -> None:
         assert event["exposed_s"] > 0  # type: ignore[operator]
 
 
-def test_later_phases_of_an_exchange_are_less_urgent() -> None:
+def test_later_phases_of_an_exchange_are_less_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
     priorities: list[int] = []
 
     async def body(runtime: Runtime) -> None:
         send = runtime.comm.send
-        runtime.comm.send = lambda *args: priorities.append(args[3]) or send(*args)  # type: ignore
+
+        def record(payload: Payload, dst: int, tag: Tag, priority: int = 0) -> Pending[None]:
+            priorities.append(priority)
+            return send(payload, dst, tag, priority)
+
+        monkeypatch.setattr(runtime.comm, "send", record)
         for priority in (5, None):
             channel = ExchangeChannel(runtime.comm, 0 if priority else 1, 0, priority)
             first, second = channel.reserve_hops(2), channel.reserve_hops(1)
