@@ -86,6 +86,13 @@ PARTS: list[dict[str, Any]] = [
         "partition": "iid",
         "sampler": "grouped_importance(rule='half', statistics='uniform')",
     },
+    {
+        "recipe": "tictac",
+        "workload": "fashion-mnist/mlp",
+        "data": "packaged",
+        "steps": 3,
+        "bucket_nbytes": 2000,
+    },
 ]
 BASES = {"wifi-10mbps": NETWORKS[:3], "four-regions": NETWORKS[3:]}
 """A network to simulate on, and those to retime to."""

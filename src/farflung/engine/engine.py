@@ -27,7 +27,17 @@ from farflung.engine.unused import UnusedParameters
 from farflung.errors import NonFinite, Unsupported
 from farflung.files import wrap_decision_errors
 from farflung.moments import collect_moments, get_learning_rate
-from farflung.types import Json, Reducer, ReduceResult, Runtime, Schedule, SharedStats, State, Transfer
+from farflung.types import (
+    ForwardTrace,
+    Json,
+    Reducer,
+    ReduceResult,
+    Runtime,
+    Schedule,
+    SharedStats,
+    State,
+    Transfer,
+)
 
 __all__ = ["Engine"]
 
@@ -94,7 +104,7 @@ class Engine:
         self.unused = UnusedParameters()
         self._metadata = PendingMetadata(self._unit_states.values(), runtime.comm.rank)
         self._schedule_state = schedule.init()
-        self._plan = StepPlan(0, StepMetadata(0.0, 0.0), (), None)
+        self._plan = StepPlan(0, StepMetadata(0.0, 0.0), (), None, StepOutcome())
         self._has_local_steps = not schedule.is_gradient_only
         """True if ranks step on their own gradients, at some steps or all."""
         self._has_stale_anchors = False
@@ -119,6 +129,10 @@ class Engine:
         """Adds extensions before the first step, in an order that is equal on all ranks."""
         self._extensions += extensions
         self._metadata.extend(name for extension in extensions for name in extension.names)
+
+    def record_trace(self, trace: ForwardTrace) -> None:
+        """Passes a trace of the forward pass to the schedule, before the first step."""
+        self._schedule_state = self._schedule.record_trace(self._schedule_state, self._sync_units, trace)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -150,7 +164,8 @@ class Engine:
         self.times.begin_step()
         rate = None if self._optimizer is None else get_learning_rate(self._optimizer)
         transfers = self._schedule.plan(self._schedule_state, self._sync_units, step)
-        plan = self._plan = StepPlan(step, metadata, transfers, rate)
+        outcome = self._plan.outcome if self._schedule.has_deferred_updates else StepOutcome()
+        plan = self._plan = StepPlan(step, metadata, transfers, rate, outcome)
         self.is_round_open = True
         if self._has_stale_anchors and not plan.has_gradients and not self.has_diverged:
             self._has_stale_anchors = False
@@ -196,6 +211,16 @@ class Engine:
             return has_merged
         return self._has_local_steps and self._plan.metadata.is_finite
 
+    async def merge_bucket(self, index: int) -> bool:
+        """Waits for a bucket's mean gradient in flight and applies it; returns True if the optimizer should step on it.
+
+        With deferred updates this replaces :meth:`merge_gradients`, before the next round begins. Errors are the same.
+        """
+        arrivals = await self._collect([flight for flight in self.flights if flight.unit.number == index])
+        if any(flight.is_first_of_step for flight, _, _ in arrivals):
+            await self._report_arrival(arrivals[0])
+        return await self._apply_arrivals(arrivals)
+
     async def finish_round(self, *, has_updated: bool, should_apply: bool = True) -> StepOutcome:
         """Launches transfers of updates, applies those that are due, and ends the round.
 
@@ -219,7 +244,8 @@ class Engine:
         if self.is_round_open:
             self.is_round_open = False
             self.round_number += 1
-        return self._plan.outcome
+        outcome, self._plan.outcome = self._plan.outcome, StepOutcome()
+        return outcome
 
     async def flush(self, update: Callable[[int], Awaitable[None]]) -> StepOutcome:
         """Applies all exchanges in flight, as later steps would; afterwards all ranks are equal.
@@ -227,7 +253,10 @@ class Engine:
         Args:
           update: Optimizer step, given the training step that it belongs to.
         """
-        plan = self._plan = StepPlan(self._plan.step, self._plan.metadata, (), self._plan.learning_rate)
+        previous = self._plan
+        plan = self._plan = StepPlan(
+            previous.step, previous.metadata, (), previous.learning_rate, previous.outcome
+        )
         await self._apply_pending()
         for step in sorted({flight.merge_step for flight in self.flights}):
             plan.step = step
@@ -413,7 +442,11 @@ class Engine:
             extension.handle_launch(flight, tensors)
         plan.num_unlaunched -= 1
         flight.launch(
-            self._runtime, self._reducer, concatenate(tensors), is_last_of_step=not plan.num_unlaunched
+            self._runtime,
+            self._reducer,
+            concatenate(tensors),
+            is_last_of_step=not plan.num_unlaunched,
+            priority=transfer.priority,
         )
         self.flights.append(flight)
         if is_first and self._schedule.needs_times(self._schedule_state, plan.step):
