@@ -1,0 +1,1 @@
+"""Plans: the recipe with which a network reaches a target first."""
