@@ -66,6 +66,7 @@ ORDER: list[set[str]] = [
     {"integrations"},
     {"report", "loggers"},
     {"runs"},
+    {"planning"},
     {"__init__"},  # farflung itself, which names what a user imports
     {"cli"},
     {"coded", "lab", "streams"},  # behind fences: see FENCED

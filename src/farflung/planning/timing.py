@@ -81,7 +81,9 @@ def scale_recipe(config: SimulatedConfig, steps: int) -> SimulatedConfig:
     return replace(config, recipe=recipe, training=replace(config.training, steps=steps))
 
 
-def time_recipe(config: SimulatedConfig, networks: Sequence[str | NetworkProfile]) -> tuple[list[Pace], list[str]]:
+def time_recipe(
+    config: SimulatedConfig, networks: Sequence[str | NetworkProfile]
+) -> tuple[list[Pace], list[str]]:
     """Times the steps of a training on each network.
 
     The steps are simulated once, without the model's arithmetic, and retimed on each network. The pace is that of the
@@ -140,7 +142,13 @@ def _build_light(config: SimulatedConfig, min_steps: int) -> tuple[SimulatedConf
         device = find_device(device, forward_flops=count_forward_flops(config.task))
     task = LightWorkload(config.task)
     light = replace(
-        config, task=task, recipe=recipe, training=training, device=device, network="loopback", partition="shared"
+        config,
+        task=task,
+        recipe=recipe,
+        training=training,
+        device=device,
+        network="loopback",
+        partition="shared",
     )
     return light, warmup, block
 
@@ -162,7 +170,8 @@ def _read_pace(run: Run, full_warmup: int, warmup: int, block: int) -> Pace:
     sent = [0.0, *(read_number(step, "bytes_sent") for step in steps)]
     first, last = warmup + block, warmup + 2 * block
     waited_s, duration_s = (
-        math.fsum(read_number(step, name) for step in steps[first:last]) for name in ("exposed_s", "duration_s")
+        math.fsum(read_number(step, name) for step in steps[first:last])
+        for name in ("exposed_s", "duration_s")
     )
     return Pace(
         full_warmup,

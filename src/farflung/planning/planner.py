@@ -1,0 +1,448 @@
+"""Plan of a training: which recipe reaches a target first on a network, and in what time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from farflung.attach_checks import describe_attach_support
+from farflung.devices import DeviceProfile
+from farflung.errors import ConfigError, DataError, MissingExtra, Unsupported
+from farflung.files import JsonLinesFile, lock_folder, read_json_lines, write_json
+from farflung.network import NetworkProfile
+from farflung.planning.choice import Outcome, Pilot, Search
+from farflung.planning.pilots import train_pilot
+from farflung.planning.table import render_plan_table
+from farflung.planning.timing import Pace, time_recipe
+from farflung.recipes.planned import CANDIDATES, REFERENCE
+from farflung.report import render_lines, render_text
+from farflung.runs import DEFAULT_DEVICE, DEFAULT_NETWORK, SimulatedConfig
+from farflung.runs.config import parse_variant
+from farflung.types import Json, Workload
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Plan", "PlanRow", "plan"]
+
+SHARE, BUDGET = 0.25, 1.0
+"""Default length of the main pilot, and of all pilots together, over that of the training."""
+RESOLUTION_FACTOR = 1.5
+"""Default tolerance over the smallest one that the test set can tell, which is two standard errors."""
+SIMILAR = 1.1
+"""Ratio of times up to which the simulator cannot say which recipe is faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """Figures of one recipe, on the network where it is slowest.
+
+    Args:
+      recipe: Recipe with its changes.
+      network: That network.
+      step_s: Seconds of a step; ``None`` if it was not timed.
+      waiting: Share of a step that waits for exchanges.
+      status: ``reaches`` the target; ``misses`` it; ``slower`` than one that reaches it; or ``untried``.
+      reason: Reason of ``untried``.
+      gap: Score of its longest pilot below the reference's; ``None`` without a pilot.
+      noise: Twice the standard error of the gap.
+      low_s: Lower bound of the seconds to the target; ``None`` if only the upper one is known.
+      high_s: Upper bound; ``None`` unless it reaches the target.
+      sent_nbytes: Bytes that a replica sends up to the target.
+      uncharged: Methods whose coding takes no time, because the device has no rate for it.
+    """
+
+    recipe: str
+    network: str = ""
+    step_s: float | None = None
+    waiting: float = 0.0
+    status: str = "untried"
+    reason: str = ""
+    gap: float | None = None
+    noise: float | None = None
+    low_s: float | None = None
+    high_s: float | None = None
+    sent_nbytes: float | None = None
+    uncharged: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Recipe that reaches a target first, printed as a table, or as lines if rich is not installed.
+
+    Args:
+      rows: Figures of each recipe, the fastest first; those that were not timed last.
+      choice: Row of the recipe to take.
+      reference: Recipe whose score at the end is the target, less the tolerance.
+      tolerance: Tolerance of the score.
+      steps: Steps of the training.
+      pilots: Steps of all pilots over those of the training.
+      settings: Settings of the training that are not defaults.
+      is_accuracy: True if scores are shares of right answers.
+    """
+
+    rows: Sequence[PlanRow]
+    choice: PlanRow
+    reference: str
+    tolerance: float
+    steps: int
+    pilots: float
+    settings: Mapping[str, Json]
+    is_accuracy: bool
+
+    @property
+    def command(self) -> str:
+        """Command that trains with the chosen recipe."""
+        options = {**self.settings, "recipe": self.choice.recipe, "steps": self.steps}
+        words = [f"--{name.replace('_', '-')} {_quote(value)}" for name, value in options.items()]
+        return " ".join(["farflung train", *words])
+
+    @property
+    def attach_line(self) -> str:
+        """Line that trains with the chosen recipe in a loop of one's own."""
+        changes = parse_variant(self.choice.recipe)
+        name, optimizer = changes.pop("recipe"), changes.pop("optimizer", None)
+        changes.pop("learning_rate", None)
+        options = ", ".join(f"{key}={value}" for key, value in changes.items())
+        note = f"  # with optimizer {optimizer}" if optimizer else ""
+        return f'farflung.attach(model, optimizer, "{name}{f"({options})" if options else ""}"){note}'
+
+    @property
+    def attach_refusal(self) -> str:
+        """Reason why a loop of one's own cannot follow the chosen recipe; empty if it can."""
+        recipe = SimulatedConfig.resolve(
+            {"workload": "synthetic/quadratic", "recipe": self.choice.recipe}
+        ).recipe
+        support = describe_attach_support(recipe)
+        return "" if support == "yes" else support
+
+    @property
+    def similar(self) -> list[PlanRow]:
+        """Other recipes that may be as fast as the chosen one, as far as the simulator can say."""
+        best_s = self.choice.high_s or math.inf
+        return [r for r in self.rows if r is not self.choice and (r.high_s or math.inf) <= SIMILAR * best_s]
+
+    def to_json(self) -> dict[str, Json]:
+        """Returns the plan as JSON."""
+        return {
+            **{name: value for name, value in asdict(self).items() if name not in ("rows", "choice")},
+            "choice": self.choice.recipe,
+            "command": self.command,
+            "attach": self.attach_line,
+            "rows": [{**asdict(row), "uncharged": [*row.uncharged]} for row in self.rows],
+        }
+
+    def build_table(self) -> Table:
+        """Builds the table of the recipes, with advice below."""
+        return render_plan_table(self)
+
+    @override
+    def __str__(self) -> str:
+        try:
+            return render_text(self.build_table())
+        except MissingExtra:
+            return "\n\n".join(render_lines(asdict(row)) for row in self.rows)
+
+
+def _quote(value: Json) -> str:
+    text = str(value)
+    return (
+        text
+        if text.replace("-", "").replace("/", "").replace(".", "").replace(":", "").isalnum()
+        else f'"{text}"'
+    )
+
+
+def plan(
+    workload: str | Workload | Callable[..., Workload] | None = None,
+    networks: str | NetworkProfile | Sequence[str | NetworkProfile] = DEFAULT_NETWORK,
+    *,
+    recipes: Sequence[str] | None = None,
+    within: float | None = None,
+    target: float | None = None,
+    share: float = SHARE,
+    budget: float = BUDGET,
+    seeds: Sequence[int] = (0,),
+    loop: Literal["train", "attach", "ddp_hook"] = "train",
+    device: str | DeviceProfile = DEFAULT_DEVICE,
+    out: Path | str | None = None,
+    on_part: Callable[[str], None] = lambda name: None,
+    **settings: object,
+) -> Plan:
+    """Plans a training, as ``farflung plan`` does: the recipe that reaches a target first.
+
+    Steps are timed in virtual time without the model's arithmetic. Pilots, short trainings with it, rule out recipes
+    that miss the target.
+
+    Args:
+      workload: Workload to train: a name, ``module:name``, a workload, or a class or function that creates one.
+      networks: Network between the replicas: a name, a TOML file or a profile; with several, the slowest decides.
+      recipes: Recipes with changes in brackets; by default :data:`farflung.recipes.planned.CANDIDATES`.
+      within: Largest score below that of synchronous SGD with 16 bits after as many steps; by default three standard
+        errors of a score on the test set.
+      target: Score to reach instead, for which synchronous SGD with 16 bits is trained whole.
+      share: Length of the main pilot over that of the training.
+      budget: Steps of all pilots over those of the training, after which no other recipe is tried.
+      seeds: Seeds of the pilots.
+      loop: Loop that is to train: ``train`` for ``farflung train``, ``attach`` or ``ddp_hook``.
+      device: Device of each replica: a name, a TOML file or a profile.
+      out: Folder in which an interrupted plan continues.
+      on_part: Callback that gets the name of the next part.
+      settings: Settings of :func:`farflung.simulate` for the training, such as ``steps``, ``workers`` and
+        ``learning_rate``.
+
+    Raises:
+      BadInput: The input is invalid, the target cannot be reached, or the budget is too small.
+    """
+    networks = [networks] if isinstance(networks, str | NetworkProfile) else [*networks]
+    if not 0 < share <= 1:
+        raise ConfigError(f"--share {share}: must be above 0 and at most 1")
+    base = {"workload": workload, "device": device, **settings}
+    texts = dict.fromkeys([*(CANDIDATES if recipes is None else recipes), REFERENCE])
+    configs: dict[str, SimulatedConfig] = {}
+    for text in texts:
+        task = next(iter(configs.values())).task if configs else None
+        configs[text] = SimulatedConfig.resolve(base, {"recipe": text, "network": networks[0]}, task=task)
+    _check_inputs(configs, networks, share, requested=recipes or ())
+    with ExitStack() as stack:
+        store = _Store(stack, out)
+        rows = {text: _check_loop(text, config, loop) for text, config in configs.items()}
+        paces: dict[str, list[Pace]] = {}
+        for text, config in configs.items():
+            if rows[text].reason:
+                continue
+            on_part(f"timing {text}")
+            try:
+                paces[text], uncharged = _time_once(store, config, networks)
+                rows[text] = replace(rows[text], uncharged=uncharged)
+            except Unsupported as error:
+                rows[text] = replace(rows[text], reason=str(error))
+        if REFERENCE not in paces:
+            raise ConfigError(f"{REFERENCE}: {rows[REFERENCE].reason}, and a plan needs it as its reference")
+        reference = configs[REFERENCE]
+
+        def train(name: str, steps: int) -> list[Pilot]:
+            pilots = []
+            for seed in seeds:
+                on_part(f"pilot of {steps:,} steps: {name}")
+                key: dict[str, Json] = {"pilot": configs[name].to_json(), "steps": steps, "seed": seed}
+                pilots.append(
+                    _read_pilot(store.find_or_add(key, partial(_train, configs[name], steps, seed)))
+                )
+            return pilots
+
+        def compute_seconds(name: str, steps: int) -> float:
+            return max(pace.compute_seconds(steps) for pace in paces[name])
+
+        search = Search(
+            reference.steps,
+            share,
+            0.0,
+            budget * reference.steps,
+            REFERENCE,
+            [name for name in paces if _learns_like_reference(configs[name]) and name != REFERENCE],
+            compute_seconds,
+            train,
+            {name: _count_pilot_steps(configs[name]) for name in paces},
+        )
+        search.tolerance, scores = _find_tolerance(search, within, target)
+        outcomes = search.choose([*paces])
+    for name, outcome in outcomes.items():
+        rows[name] = _build_row(rows[name], outcome, networks, paces[name], reference.steps)
+    timed = sorted(
+        (rows[name] for name in paces), key=lambda row: compute_seconds(row.recipe, reference.steps)
+    )
+    choice = min((row for row in timed if row.high_s is not None), key=lambda row: row.high_s or 0.0)
+    given = {
+        name: value
+        for name, value in {"workload": reference.workload, "workers": reference.workers, **settings}.items()
+        if isinstance(value, str | int | float) and name not in ("steps", "recipe")
+    }
+    untimed = [row for row in rows.values() if row.recipe not in paces]
+    result = Plan(
+        [*timed, *untimed],
+        choice,
+        REFERENCE,
+        search.tolerance,
+        reference.steps,
+        search.spent_steps / reference.steps,
+        given,
+        bool(scores.min() >= 0 and scores.max() <= 1),
+    )
+    if out is not None:
+        write_json(Path(out) / "plan.json", result.to_json())
+    return result
+
+
+def _check_inputs(
+    configs: Mapping[str, SimulatedConfig],
+    networks: Sequence[str | NetworkProfile],
+    share: float,
+    requested: Sequence[str],
+) -> None:
+    """Checks settings of all candidates before anything is simulated."""
+    for config in configs.values():
+        for network in networks:
+            replace(config, network=network).check()
+    first = next(iter(configs.values()))
+    if (
+        first.compute_model_hash()
+        != replace(first, training=replace(first.training, seed=first.seed + 1)).compute_model_hash()
+    ):
+        raise ConfigError(
+            f"--workload {first.workload}: its model differs from seed to seed, and a plan is for one"
+        )
+    for text in requested:
+        config = configs[text]
+        period = config.recipe.build_components(config.seed).schedule.period
+        if share * config.steps < _count_pilot_steps(config):
+            raise ConfigError(
+                f"--steps {config.steps}: {share:.0%} of it is shorter than two blocks of {period} steps of {text}"
+            )
+
+
+def _count_pilot_steps(config: SimulatedConfig) -> int:
+    """Returns the smallest number of steps of a pilot: two blocks of the schedule."""
+    return 2 * config.recipe.build_components(config.seed).schedule.period
+
+
+def _learns_like_reference(config: SimulatedConfig) -> bool:
+    """Returns True for means of the same gradients, up to the rounding to 16 bits."""
+    texts = config.recipe.component_texts
+    return {name: texts[name] for name in ("reducer", "schedule", "sampler")} == {
+        "reducer": "codec",
+        "schedule": "synchronous",
+        "sampler": "uniform",
+    } and texts["codec"] in ("identity", "truncate16")
+
+
+def _check_loop(text: str, config: SimulatedConfig, loop: str) -> PlanRow:
+    """Returns the row of a recipe, with the reason if the loop cannot follow it."""
+    reason = ""
+    support = describe_attach_support(config.recipe)
+    parts = config.recipe.build_components(config.seed)
+    if loop == "attach" and support != "yes":
+        reason = f"attach: {support}"
+    elif loop == "ddp_hook" and not (support == "yes" and parts.schedule.is_synchronous):
+        reason = "ddp_hook: it takes codecs and reducers of synchronous recipes"
+    return PlanRow(text, reason=reason)
+
+
+def _time_once(
+    store: _Store, config: SimulatedConfig, networks: Sequence[str | NetworkProfile]
+) -> tuple[list[Pace], list[str]]:
+    names = [str(network if isinstance(network, str) else network.name) for network in networks]
+
+    def measure() -> dict[str, Json]:
+        paces, uncharged = time_recipe(config, networks)
+        return {"paces": [asdict(pace) for pace in paces], "uncharged": [*uncharged]}
+
+    row: dict[str, Any] = store.find_or_add({"timing": config.to_json(), "networks": [*names]}, measure)
+    return [Pace(**pace) for pace in row["paces"]], row["uncharged"]
+
+
+def _train(config: SimulatedConfig, steps: int, seed: int) -> dict[str, Json]:
+    pilot = train_pilot(config, steps, seed)
+    scores: list[Json] = [round(score, 6) for score in pilot.scores.tolist()]
+    return {"curve": [list(point) for point in pilot.curve], "scores": scores}
+
+
+def _read_pilot(row: Mapping[str, Any]) -> Pilot:
+    return Pilot(row["steps"], [(step, score) for step, score in row["curve"]], torch.tensor(row["scores"]))
+
+
+def _find_tolerance(search: Search, within: float | None, target: float | None) -> tuple[float, Tensor]:
+    """Returns the tolerance, which must be one that the test set can tell, and scores of the reference's pilot.
+
+    Raises:
+      ConfigError: The tolerance or the budget is too small, or the target is above what the reference reaches.
+    """
+    steps = search.steps if target is not None else search.pilot_steps[0]
+    if steps > search.budget_steps:
+        raise ConfigError(
+            f"--budget {search.budget_steps / search.steps:g}: the reference alone takes "
+            f"{steps / search.steps:.2g} trainings"
+        )
+    scores = search.run_pilots(search.reference, steps)[0].scores
+    resolution = 2 * float(scores.std()) / len(scores) ** 0.5
+    if target is not None:
+        end = float(scores.mean())
+        within = end - target
+        if within < 0:
+            raise ConfigError(
+                f"--target {target:g}: the reference does not reach it in {search.steps:,} steps ({end:.4g} at the end)"
+            )
+    if within is None:
+        within = RESOLUTION_FACTOR * resolution
+    if within < resolution:
+        option = (
+            f"--within {within:.4g}"
+            if target is None
+            else f"--target {target:g}, {within:.2g} below the reference"
+        )
+        raise ConfigError(
+            f"{option}: this test set tells no less than {resolution:.2g} apart: allow more, or use more test samples"
+        )
+    return within, scores
+
+
+def _build_row(
+    row: PlanRow,
+    outcome: Outcome,
+    networks: Sequence[str | NetworkProfile],
+    paces: Sequence[Pace],
+    steps: int,
+) -> PlanRow:
+    pace, network = max(zip(paces, networks, strict=True), key=lambda pair: pair[0].compute_seconds(steps))
+    bounds = outcome.bound_seconds(pace.compute_seconds) or (None, None)
+    return replace(
+        row,
+        network=network if isinstance(network, str) else network.name,
+        step_s=pace.step_s,
+        waiting=pace.waiting,
+        status=outcome.status,
+        reason=outcome.reason,
+        gap=None if outcome.gap is None else outcome.gap.mean,
+        noise=None if outcome.gap is None else outcome.gap.noise,
+        low_s=bounds[0],
+        high_s=bounds[1],
+        sent_nbytes=None if outcome.steps is None else pace.compute_nbytes(outcome.steps),
+    )
+
+
+class _Store:
+    """Parts of a plan by their settings, in a file if there is a folder, so that an interrupted plan continues."""
+
+    def __init__(self, stack: ExitStack, folder: Path | str | None) -> None:
+        self._parts: dict[str, dict[str, Any]] = {}
+        self._file: JsonLinesFile | None = None
+        if folder is not None:
+            stack.enter_context(lock_folder(Path(folder), "plans"))
+            path = Path(folder) / "parts.jsonl"
+            if path.exists():
+                read_json_lines(path, "no part of a plan", self._load, DataError)
+            self._file = stack.enter_context(JsonLinesFile(path))
+
+    def _load(self, row: dict[str, Any]) -> None:
+        self._parts[json.dumps(row["key"], sort_keys=True)] = row
+
+    def find_or_add(
+        self, key: Mapping[str, Json], measure: Callable[[], Mapping[str, Json]]
+    ) -> dict[str, Any]:
+        """Returns the part with a key, measured now if there is none."""
+        name = json.dumps(key, sort_keys=True)
+        if name not in self._parts:
+            self._parts[name] = {"key": key, **key, **measure()}
+            if self._file is not None:
+                self._file.add(self._parts[name], flush=True)
+        return self._parts[name]
