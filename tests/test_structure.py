@@ -60,7 +60,7 @@ ORDER: list[set[str]] = [
     {"wall", "sim"},
     {"calibration", "recipes"},
     {"attach_checks"},
-    {"importance", "step_tracker"},
+    {"importance", "step_tracker", "loop_recorder"},
     {"handle"},
     {"ddp"},
     {"integrations"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,11 +38,12 @@ from farflung.engine.averaging import (
 )
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.loop import compute_fingerprint, describe_optimizer
+from farflung.loop_recorder import RECIPE_VARIABLE, LoopRecorder
 from farflung.moments import collect_eval_state, get_optimizer_name
 from farflung.recipes import Recipe, parse_recipe
 from farflung.reducers import list_summed_nbytes
 from farflung.step_tracker import SPREAD_TOLERANCE, LoopChecks, ReplicaComparison, StepTracker
-from farflung.telemetry import Sink, Telemetry
+from farflung.telemetry import Sink, Telemetry, combine_sinks
 from farflung.types import Schedule, State
 from farflung.wall import LaunchEnv, WallRuntime
 
@@ -95,7 +97,8 @@ def attach(
     Args:
       model: Model that this loop trains; it may be compiled, but not wrapped in DistributedDataParallel or FSDP.
       optimizer: Optimizer that steps on the exchanged gradients, or a wrapper of one, such as Accelerate's.
-      recipe: Recipe or its name, with changes in brackets: ``"ring(codec=int8)"``.
+      recipe: Recipe or its name, with changes in brackets: ``"ring(codec=int8)"``. The environment variable
+        ``FARFLUNG_RECIPE`` replaces it.
       seed: Seed of random codecs, equal on all ranks.
       deadline_s: Seconds of silence after which an awaited replica is lost; one that answers may take ten times as
         long.
@@ -118,6 +121,7 @@ def attach(
         the rendezvous address.
       RunLost: A replica did not connect in time.
     """
+    recipe = os.environ.get(RECIPE_VARIABLE) or recipe
     parsed_recipe = parse_recipe(recipe) if isinstance(recipe, str) else recipe
     parts = parsed_recipe.build_components(seed)
     check_recipe(parsed_recipe, parts)
@@ -146,6 +150,10 @@ def attach(
             f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"
         )
     profile = _load_profile(network)
+    if (recorder := LoopRecorder.from_environment(model)) is not None:
+        if sampler is not None or elastic or needs_closure(optimizer):
+            raise Unsupported("farflung plan: steps with a sampler, elastic or a closure cannot be recorded")
+        sink = recorder if sink is None else combine_sinks(sink, recorder)
     if store is None:
         store = env.connect_store(_CONNECT_TIMEOUT_S)
     buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)

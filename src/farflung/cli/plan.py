@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import tyro
 from rich.text import Text
 
 from farflung.cli.options import collect_options, with_settings
@@ -42,8 +43,12 @@ class MakePlan(OutputOptions):
     Times the steps of each recipe without the model's arithmetic. Trains pilots of a quarter of the steps, the fastest
     recipes first, and rules out those that fall behind synchronous SGD with 16 bits by more than --within.
     An interrupted plan continues when it is started again with the same --out.
+    With the script of a loop that calls farflung.attach, runs a few of its steps on this machine, alone and as they
+    are, and only times the recipes: farflung plan --networks 4g --workers 4 -- train.py --epochs 3
     """
 
+    script: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Script of Python with its arguments, behind two dashes."""
     recipes: tuple[str, ...] | None = None
     """Recipes to compare, with optional changes in brackets; when not given, some twenty that have won somewhere."""
     networks: tuple[str, ...] = ("lan-1g",)
@@ -65,8 +70,13 @@ class MakePlan(OutputOptions):
     """Folder of the plan; a new one under runs/ when not given."""
 
     def run(self) -> int:
-        from farflung.planning import plan
+        from farflung.planning import plan, plan_script
 
+        refused = [
+            name for name in ("within", "target", "workload", "out") if getattr(self, name) is not None
+        ]
+        if self.script and refused:
+            raise ConfigError(f"--{refused[0]}: a script is only timed: leave that out")
         out = self.out or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}"
         names = {*SimulatedConfig.list_settings(), "recipes", "target", "share", "budget", "seeds", "loop"}
         options = {**collect_options(self, names), "within": _parse_score(self.within)}
@@ -77,16 +87,23 @@ class MakePlan(OutputOptions):
                 bar.advance(bar.num_done + 1)
                 bar.print_line(name)
 
-            result = plan(options.pop("workload", None), self.networks, out=out, on_part=show_part, **options)
+            if self.script:
+                names &= {*SimulatedConfig.list_settings(), "recipes"}
+                result = plan_script(
+                    self.script, self.networks, on_part=show_part, **collect_options(self, names)
+                )
+            else:
+                workload = options.pop("workload", None)
+                result = plan(workload, self.networks, out=out, on_part=show_part, **options)
         if self.json:
-            print(json.dumps({**result.to_json(), "folder": str(out)}))
+            print(json.dumps({**result.to_json(), "folder": None if self.script else str(out)}))
             return 0
         console = create_stdout_console()
         console.print(result.build_table())
-        console.print(Text(result.command), soft_wrap=True)
-        if not result.attach_refusal:
-            console.print(Text(result.attach_line), soft_wrap=True)
-        print_files(plan=out / "plan.json")
+        for line in filter(None, (result.command, result.attach_line)):
+            console.print(Text(line), soft_wrap=True)
+        if not self.script:
+            print_files(plan=out / "plan.json")
         return 0
 
 

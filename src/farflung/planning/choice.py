@@ -17,7 +17,7 @@ from torch import Tensor
 
 __all__ = ["Gap", "Outcome", "Pilot", "Search", "compare_pilots", "find_crossing"]
 
-Status: TypeAlias = Literal["reaches", "misses", "slower", "untried"]
+Status: TypeAlias = Literal["reaches", "misses", "slower", "untried", "timed"]
 
 RUNGS = ((1 / 3, 2.0), (1.0, 1.0), (2.0, 1.0))
 """Lengths of a candidate's pilots over that of the main one, and the gaps over the tolerance that rule it out.
@@ -59,7 +59,8 @@ class Outcome:
     """Result of a recipe.
 
     Args:
-      status: ``reaches`` the target; ``misses`` it; ``slower``, if it could not be first; or ``untried``.
+      status: ``reaches`` the target; ``misses`` it; ``slower``, if it could not be first; ``untried``; or
+        only ``timed``.
       reason: Reason of ``untried``.
       gap: Gap of its longest pilot; ``None`` if it had none.
       steps: Steps to the target, at most; ``None`` unless it reaches it.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,18 +23,20 @@ from farflung.files import JsonLinesFile, lock_folder, read_json_lines, write_js
 from farflung.network import NetworkProfile
 from farflung.planning.choice import Outcome, Pilot, Search
 from farflung.planning.pilots import train_pilot
+from farflung.planning.script import record_script
 from farflung.planning.table import render_plan_table
 from farflung.planning.timing import Pace, time_recipe
+from farflung.recipes import Recipe, parse_recipe
 from farflung.recipes.planned import CANDIDATES, REFERENCE
 from farflung.report import render_lines, render_text
-from farflung.runs import DEFAULT_DEVICE, DEFAULT_NETWORK, SimulatedConfig
+from farflung.runs import DEFAULT_DEVICE, DEFAULT_NETWORK, RunConfig, SimulatedConfig
 from farflung.runs.config import parse_variant
 from farflung.types import Json, Workload
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Plan", "PlanRow", "plan"]
+__all__ = ["Plan", "PlanRow", "plan", "plan_script"]
 
 SHARE, BUDGET = 0.25, 1.0
 """Default length of the main pilot, and of all pilots together, over that of the training."""
@@ -50,7 +53,8 @@ class PlanRow:
     Args:
       recipe: Recipe with its changes.
       network: That network.
-      step_s: Seconds of a step; ``None`` if it was not timed.
+      duration_s: Seconds of all steps; ``None`` if they were not timed.
+      step_s: Mean seconds of a step; ``None`` if it was not timed.
       waiting: Share of a step that waits for exchanges.
       status: ``reaches`` the target; ``misses`` it; ``slower`` than one that reaches it; or ``untried``.
       reason: Reason of ``untried``.
@@ -64,6 +68,7 @@ class PlanRow:
 
     recipe: str
     network: str = ""
+    duration_s: float | None = None
     step_s: float | None = None
     waiting: float = 0.0
     status: str = "untried"
@@ -80,9 +85,11 @@ class PlanRow:
 class Plan:
     """Recipe that reaches a target first, printed as a table, or as lines if rich is not installed.
 
+    What a recorded script learns is not known: its recipes are only timed, and none is chosen.
+
     Args:
       rows: Figures of each recipe, the fastest first; those that were not timed last.
-      choice: Row of the recipe to take.
+      choice: Row of the recipe to take; ``None`` for a script.
       reference: Recipe whose score at the end is the target, less the tolerance.
       tolerance: Tolerance of the score.
       steps: Steps of the training.
@@ -92,7 +99,7 @@ class Plan:
     """
 
     rows: Sequence[PlanRow]
-    choice: PlanRow
+    choice: PlanRow | None
     reference: str
     tolerance: float
     steps: int
@@ -102,43 +109,40 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """Command that trains with the chosen recipe."""
+        """Command that trains with the chosen recipe; empty without a choice."""
+        if self.choice is None:
+            return ""
         options = {**self.settings, "recipe": self.choice.recipe, "steps": self.steps}
-        words = [f"--{name.replace('_', '-')} {_quote(value)}" for name, value in options.items()]
+        words = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in options.items()]
         return " ".join(["farflung train", *words])
 
     @property
     def attach_line(self) -> str:
-        """Line that trains with the chosen recipe in a loop of one's own."""
+        """Line that trains with the chosen recipe in a loop of one's own; empty if there is none."""
+        if self.choice is None or _explain_refusal(parse_variant(self.choice.recipe), "attach"):
+            return ""
         changes = parse_variant(self.choice.recipe)
-        name, optimizer = changes.pop("recipe"), changes.pop("optimizer", None)
-        changes.pop("learning_rate", None)
-        options = ", ".join(f"{key}={value}" for key, value in changes.items())
+        optimizer = changes.get("optimizer")
+        options = ", ".join(f"{name}={changes[name]}" for name in Recipe().settings if name in changes)
         note = f"  # with optimizer {optimizer}" if optimizer else ""
-        return f'farflung.attach(model, optimizer, "{name}{f"({options})" if options else ""}"){note}'
-
-    @property
-    def attach_refusal(self) -> str:
-        """Reason why a loop of one's own cannot follow the chosen recipe; empty if it can."""
-        recipe = SimulatedConfig.resolve(
-            {"workload": "synthetic/quadratic", "recipe": self.choice.recipe}
-        ).recipe
-        support = describe_attach_support(recipe)
-        return "" if support == "yes" else support
+        return f'farflung.attach(model, optimizer, "{changes["recipe"]}{f"({options})" if options else ""}"){note}'
 
     @property
     def similar(self) -> list[PlanRow]:
         """Other recipes that may be as fast as the chosen one, as far as the simulator can say."""
-        best_s = self.choice.high_s or math.inf
-        return [r for r in self.rows if r is not self.choice and (r.high_s or math.inf) <= SIMILAR * best_s]
+        best_s = SIMILAR * (self.choice.high_s or 0.0) if self.choice else 0.0
+        return [row for row in self.rows if row is not self.choice and row.high_s and row.high_s <= best_s]
 
     def to_json(self) -> dict[str, Json]:
         """Returns the plan as JSON."""
         return {
-            **{name: value for name, value in asdict(self).items() if name not in ("rows", "choice")},
-            "choice": self.choice.recipe,
+            "choice": self.choice.recipe if self.choice else None,
             "command": self.command,
             "attach": self.attach_line,
+            "reference": self.reference,
+            "tolerance": self.tolerance,
+            "steps": self.steps,
+            "pilots": self.pilots,
             "rows": [{**asdict(row), "uncharged": [*row.uncharged]} for row in self.rows],
         }
 
@@ -152,15 +156,6 @@ class Plan:
             return render_text(self.build_table())
         except MissingExtra:
             return "\n\n".join(render_lines(asdict(row)) for row in self.rows)
-
-
-def _quote(value: Json) -> str:
-    text = str(value)
-    return (
-        text
-        if text.replace("-", "").replace("/", "").replace(".", "").replace(":", "").isalnum()
-        else f'"{text}"'
-    )
 
 
 def plan(
@@ -207,42 +202,21 @@ def plan(
     networks = [networks] if isinstance(networks, str | NetworkProfile) else [*networks]
     if not 0 < share <= 1:
         raise ConfigError(f"--share {share}: must be above 0 and at most 1")
-    base = {"workload": workload, "device": device, **settings}
-    texts = dict.fromkeys([*(CANDIDATES if recipes is None else recipes), REFERENCE])
-    configs: dict[str, SimulatedConfig] = {}
-    for text in texts:
-        task = next(iter(configs.values())).task if configs else None
-        configs[text] = SimulatedConfig.resolve(base, {"recipe": text, "network": networks[0]}, task=task)
+    configs = _resolve_candidates(recipes, networks, {"workload": workload, "device": device, **settings})
     _check_inputs(configs, networks, share, requested=recipes or ())
+    reference = configs[REFERENCE]
     with ExitStack() as stack:
         store = _Store(stack, out)
-        rows = {text: _check_loop(text, config, loop) for text, config in configs.items()}
-        paces: dict[str, list[Pace]] = {}
-        for text, config in configs.items():
-            if rows[text].reason:
-                continue
-            on_part(f"timing {text}")
-            try:
-                paces[text], uncharged = _time_once(store, config, networks)
-                rows[text] = replace(rows[text], uncharged=uncharged)
-            except Unsupported as error:
-                rows[text] = replace(rows[text], reason=str(error))
-        if REFERENCE not in paces:
-            raise ConfigError(f"{REFERENCE}: {rows[REFERENCE].reason}, and a plan needs it as its reference")
-        reference = configs[REFERENCE]
+        rows, paces = _time_candidates(configs, networks, loop, store, on_part)
 
         def train(name: str, steps: int) -> list[Pilot]:
             pilots = []
             for seed in seeds:
                 on_part(f"pilot of {steps:,} steps: {name}")
                 key: dict[str, Json] = {"pilot": configs[name].to_json(), "steps": steps, "seed": seed}
-                pilots.append(
-                    _read_pilot(store.find_or_add(key, partial(_train, configs[name], steps, seed)))
-                )
+                row = store.find_or_add(key, partial(_train, configs[name], steps, seed))
+                pilots.append(_read_pilot(row))
             return pilots
-
-        def compute_seconds(name: str, steps: int) -> float:
-            return max(pace.compute_seconds(steps) for pace in paces[name])
 
         search = Search(
             reference.steps,
@@ -251,37 +225,110 @@ def plan(
             budget * reference.steps,
             REFERENCE,
             [name for name in paces if _learns_like_reference(configs[name]) and name != REFERENCE],
-            compute_seconds,
+            lambda name, steps: max(pace.compute_seconds(steps) for pace in paces[name]),
             train,
-            {name: _count_pilot_steps(configs[name]) for name in paces},
+            {name: 2 * _get_period(configs[name]) for name in paces},
         )
         search.tolerance, scores = _find_tolerance(search, within, target)
         outcomes = search.choose([*paces])
-    for name, outcome in outcomes.items():
-        rows[name] = _build_row(rows[name], outcome, networks, paces[name], reference.steps)
-    timed = sorted(
-        (rows[name] for name in paces), key=lambda row: compute_seconds(row.recipe, reference.steps)
-    )
-    choice = min((row for row in timed if row.high_s is not None), key=lambda row: row.high_s or 0.0)
-    given = {
-        name: value
-        for name, value in {"workload": reference.workload, "workers": reference.workers, **settings}.items()
-        if isinstance(value, str | int | float) and name not in ("steps", "recipe")
+    rows = {
+        name: _add_outcome(row, outcomes[name], paces[name], networks, reference.steps)
+        if name in paces
+        else row
+        for name, row in rows.items()
     }
-    untimed = [row for row in rows.values() if row.recipe not in paces]
+    choice = min((row for row in rows.values() if row.high_s is not None), key=lambda row: row.high_s or 0.0)
+    options = {"workload": reference.workload, "workers": reference.workers, **settings}
     result = Plan(
-        [*timed, *untimed],
+        _sort_rows(rows.values()),
         choice,
         REFERENCE,
         search.tolerance,
         reference.steps,
         search.spent_steps / reference.steps,
-        given,
+        {
+            name: value
+            for name, value in options.items()
+            if isinstance(value, str | int | float) and name != "steps" and name in RunConfig.list_settings()
+        },
         bool(scores.min() >= 0 and scores.max() <= 1),
     )
     if out is not None:
         write_json(Path(out) / "plan.json", result.to_json())
     return result
+
+
+def plan_script(
+    command: Sequence[str],
+    networks: str | NetworkProfile | Sequence[str | NetworkProfile] = DEFAULT_NETWORK,
+    *,
+    recipes: Sequence[str] | None = None,
+    device: DeviceProfile | None = None,
+    on_part: Callable[[str], None] = lambda name: None,
+    **settings: object,
+) -> Plan:
+    """Times the recipes of a loop with :func:`farflung.attach`, whose script runs a few steps on this machine, alone.
+
+    Args:
+      command: Script of Python with its arguments.
+      networks: Networks, as in :func:`plan`.
+      recipes: Recipes, as in :func:`plan`.
+      device: Profile of each replica's device; by default this machine, as its steps were.
+      on_part: Callback that gets the name of the next part.
+      settings: Settings of :func:`farflung.simulate`, such as ``steps`` and ``workers``.
+
+    Raises:
+      BadInput: The loop cannot be recorded, or a setting is invalid.
+    """
+    networks = [networks] if isinstance(networks, str | NetworkProfile) else [*networks]
+    on_part(f"recording {command[0]}")
+    recorded = record_script(command)
+    base = {**settings, "workload": recorded, "device": device or recorded.device, "batch_size": 1}
+    configs = _resolve_candidates(recipes, networks, base)
+    with ExitStack() as stack:
+        rows, paces = _time_candidates(configs, networks, "attach", _Store(stack, None), on_part)
+    steps = configs[REFERENCE].steps
+    for name in paces:
+        rows[name] = _add_outcome(rows[name], Outcome("timed"), paces[name], networks, steps)
+    return Plan(_sort_rows(rows.values()), None, REFERENCE, 0.0, steps, 0.0, {}, is_accuracy=False)
+
+
+def _resolve_candidates(
+    recipes: Sequence[str] | None, networks: Sequence[str | NetworkProfile], base: Mapping[str, object]
+) -> dict[str, SimulatedConfig]:
+    """Returns the configuration of each recipe and of the reference, by text."""
+    configs: dict[str, SimulatedConfig] = {}
+    for text in dict.fromkeys([*(CANDIDATES if recipes is None else recipes), REFERENCE]):
+        task = next(iter(configs.values())).task if configs else None
+        configs[text] = SimulatedConfig.resolve(base, {"recipe": text, "network": networks[0]}, task=task)
+    return configs
+
+
+def _time_candidates(
+    configs: Mapping[str, SimulatedConfig],
+    networks: Sequence[str | NetworkProfile],
+    loop: str,
+    store: _Store,
+    on_part: Callable[[str], None],
+) -> tuple[dict[str, PlanRow], dict[str, list[Pace]]]:
+    """Returns a row of each recipe, and the paces on each network of those that can be timed."""
+    rows: dict[str, PlanRow] = {}
+    paces: dict[str, list[Pace]] = {}
+    for text, config in configs.items():
+        rows[text] = PlanRow(text, reason=_explain_refusal({"recipe": config.recipe}, loop))
+        if rows[text].reason:
+            continue
+        on_part(f"timing {text}")
+        try:
+            paces[text], uncharged = _time_once(store, config, networks)
+            rows[text] = replace(rows[text], uncharged=uncharged)
+        except Unsupported as error:
+            rows[text] = replace(rows[text], reason=str(error))
+    return rows, paces
+
+
+def _sort_rows(rows: Iterable[PlanRow]) -> list[PlanRow]:
+    return sorted(rows, key=lambda row: math.inf if row.duration_s is None else row.duration_s)
 
 
 def _check_inputs(
@@ -304,16 +351,15 @@ def _check_inputs(
         )
     for text in requested:
         config = configs[text]
-        period = config.recipe.build_components(config.seed).schedule.period
-        if share * config.steps < _count_pilot_steps(config):
+        period = _get_period(config)
+        if share * config.steps < 2 * period:
             raise ConfigError(
                 f"--steps {config.steps}: {share:.0%} of it is shorter than two blocks of {period} steps of {text}"
             )
 
 
-def _count_pilot_steps(config: SimulatedConfig) -> int:
-    """Returns the smallest number of steps of a pilot: two blocks of the schedule."""
-    return 2 * config.recipe.build_components(config.seed).schedule.period
+def _get_period(config: SimulatedConfig) -> int:
+    return config.recipe.build_components(config.seed).schedule.period
 
 
 def _learns_like_reference(config: SimulatedConfig) -> bool:
@@ -326,16 +372,18 @@ def _learns_like_reference(config: SimulatedConfig) -> bool:
     } and texts["codec"] in ("identity", "truncate16")
 
 
-def _check_loop(text: str, config: SimulatedConfig, loop: str) -> PlanRow:
-    """Returns the row of a recipe, with the reason if the loop cannot follow it."""
-    reason = ""
-    support = describe_attach_support(config.recipe)
-    parts = config.recipe.build_components(config.seed)
-    if loop == "attach" and support != "yes":
-        reason = f"attach: {support}"
-    elif loop == "ddp_hook" and not (support == "yes" and parts.schedule.is_synchronous):
-        reason = "ddp_hook: it takes codecs and reducers of synchronous recipes"
-    return PlanRow(text, reason=reason)
+def _explain_refusal(settings: Mapping[str, object], loop: str) -> str:
+    """Returns why a loop cannot follow a recipe; empty if it can."""
+    recipe = settings["recipe"]
+    if not isinstance(recipe, Recipe):
+        components = {name: value for name, value in settings.items() if name in Recipe().settings}
+        recipe = parse_recipe(str(recipe)).with_components(**components)
+    support = describe_attach_support(recipe)
+    if loop != "train" and support != "yes":
+        return f"{loop} cannot follow it: {support.removeprefix('no: ')}"
+    if loop == "ddp_hook" and not recipe.build_components(0).schedule.is_synchronous:
+        return "ddp_hook takes codecs and reducers of synchronous recipes"
+    return ""
 
 
 def _time_once(
@@ -396,19 +444,21 @@ def _find_tolerance(search: Search, within: float | None, target: float | None) 
     return within, scores
 
 
-def _build_row(
+def _add_outcome(
     row: PlanRow,
     outcome: Outcome,
-    networks: Sequence[str | NetworkProfile],
     paces: Sequence[Pace],
+    networks: Sequence[str | NetworkProfile],
     steps: int,
 ) -> PlanRow:
+    """Returns the row with times on the network where it is slowest, and the outcome of its pilots."""
     pace, network = max(zip(paces, networks, strict=True), key=lambda pair: pair[0].compute_seconds(steps))
     bounds = outcome.bound_seconds(pace.compute_seconds) or (None, None)
     return replace(
         row,
         network=network if isinstance(network, str) else network.name,
-        step_s=pace.step_s,
+        duration_s=pace.compute_seconds(steps),
+        step_s=pace.compute_seconds(steps) / steps,
         waiting=pace.waiting,
         status=outcome.status,
         reason=outcome.reason,

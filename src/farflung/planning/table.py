@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from farflung.report.comparison import fold_text
 from farflung.report.tables import create_table, format_duration
 
 if TYPE_CHECKING:
@@ -12,9 +13,9 @@ if TYPE_CHECKING:
 
     from farflung.planning.planner import Plan, PlanRow
 
-__all__ = ["format_gap", "render_plan_table"]
+__all__ = ["render_plan_table"]
 
-RECIPE_WIDTH = 26
+RECIPE_WIDTH = 25
 
 
 def render_plan_table(plan: Plan) -> Table:
@@ -23,26 +24,28 @@ def render_plan_table(plan: Plan) -> Table:
     Raises:
       MissingExtra: rich is not installed.
     """
-    title = (
-        f"Simulated. For what {plan.reference} comes to in {plan.steps:,} steps, "
-        f"less {format_gap(plan.tolerance, plan.is_accuracy)}."
-    )
-    table = create_table(title, caption_justify="left", width=80)
+    title = f"Simulated. {plan.steps:,} steps; what a recipe learns in them is not known."
+    if plan.choice is not None:
+        unit = " points" if plan.is_accuracy else ""
+        less = f"{_format_gap(plan.tolerance, plan.is_accuracy)}{unit}"
+        title = f"Simulated. For what {plan.reference} comes to in {plan.steps:,} steps, less {less}."
+    table = create_table(title, caption_justify="left")
+    from rich import box
     from rich.filesize import decimal
     from rich.text import Text
 
-    table.add_column("recipe", overflow="fold", width=RECIPE_WIDTH)
-    table.add_column("a step", justify="right", no_wrap=True)
-    table.add_column("waits", justify="right")
-    table.add_column("short by", justify="right")
-    table.add_column("to the target", justify="right")
-    table.add_column("sent", justify="right")
+    table.box, table.padding = box.SIMPLE_HEAD, (0, 0)
+    for name in ("recipe", "a step", "waits", "short by", "time", "sent"):
+        is_text = name in ("recipe", "time")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
     for row in plan.rows:
         if row.step_s is None:
             continue
-        gap = "" if row.gap is None or row.noise is None else format_gap(row.gap, plan.is_accuracy, row.noise)
+        gap = (
+            "" if row.gap is None or row.noise is None else _format_gap(row.gap, plan.is_accuracy, row.noise)
+        )
         cells = (
-            row.recipe,
+            fold_text(row.recipe, RECIPE_WIDTH),
             format_duration(row.step_s),
             f"{row.waiting:.0%}",
             gap,
@@ -54,34 +57,36 @@ def render_plan_table(plan: Plan) -> Table:
     return table
 
 
-def format_gap(gap: float, is_accuracy: bool, noise: float | None = None) -> str:
+def _format_gap(gap: float, is_accuracy: bool, noise: float | None = None) -> str:
     """Formats a difference of scores, in points if they are accuracies, with its noise."""
-    factor, unit = (100, " points") if is_accuracy else (1, "")
-    figures = f"{factor * gap:.2g}" if noise is None else f"{factor * gap:.2g} ±{factor * noise:.1g}"
-    return f"{figures}{unit}"
+    factor = 100 if is_accuracy else 1
+    return f"{factor * gap:.2g}" if noise is None else f"{factor * gap:.2g} ±{factor * noise:.1g}"
 
 
 def _format_time(row: PlanRow) -> str:
     if row.high_s is None:
+        if row.status == "timed":
+            return format_duration(row.duration_s or 0.0)
         return {"misses": "misses it", "slower": "later", "untried": "not tried"}[row.status]
+    high = format_duration(row.high_s)
     if row.low_s is None:
-        return f"at most {format_duration(row.high_s)}"
-    return f"{format_duration(row.low_s)} to {format_duration(row.high_s)}"
+        return f"at most {high}"
+    low = format_duration(row.low_s)
+    return f"{low.removesuffix(' s') if high.endswith(' s') else low} to {high}"
 
 
 def _list_advice(plan: Plan) -> Sequence[str]:
     """Lists what to take, with what else is as good, and what the figures leave out."""
-    choice, reference = plan.choice, next(row for row in plan.rows if row.recipe == plan.reference)
-    lines = [f"Take {choice.recipe}."]
-    if choice is not reference and choice.step_s and reference.step_s:
-        lines[0] = (
-            f"Take {choice.recipe}: its steps take 1/{reference.step_s / choice.step_s:.2g} of {plan.reference}'s."
-        )
-    if plan.similar:
-        lines.append(
-            f"As fast, as far as a simulation can say: {', '.join(row.recipe for row in plan.similar)}."
-        )
-    lines.append(f"Pilots took {plan.pilots:.2g} trainings.")
+    lines: list[str] = []
+    if plan.choice is not None:
+        (reference,) = (row for row in plan.rows if row.recipe == plan.reference)
+        times = (reference.step_s or 0.0) / (plan.choice.step_s or 1.0)
+        lines.append(f"Take {plan.choice.recipe}: {times:.2g} steps in the time of one of {plan.reference}.")
+        if plan.similar:
+            lines.append(
+                f"As fast, for all a simulation can say: {', '.join(r.recipe for r in plan.similar)}."
+            )
+        lines.append(f"Pilots took {plan.pilots:.2g} trainings.")
     reasons: dict[str, list[str]] = {}
     for row in plan.rows:
         if row.reason:

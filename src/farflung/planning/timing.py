@@ -100,14 +100,13 @@ def time_recipe(
       Unsupported: What the recipe learns depends on the network, or it sends samples.
       BadInput: The recipe or a network cannot be used.
     """
+    if config.recipe.build_components(config.seed).sharing.has_data_transfers:
+        raise Unsupported("it sends samples")
     profiles = [replace(config, network=network).make_network() for network in networks]
     has_jitter = any(link.jitter_s for profile in profiles for link in profile.iter_links())
     light, warmup, block = _build_light(config, MIN_JITTER_STEPS if has_jitter else MIN_STEPS)
     scratch = TempFolder()
     run = simulate_prepared(PreparedRun(light, RunFolder(scratch.path / "run")), should_checkpoint=False)
-    parts = light.recipe.build_components(light.seed)
-    if parts.sharing.has_data_transfers:
-        raise Unsupported("sends samples")
     if list_timing_decisions(run.files):
         raise Unsupported("what it learns depends on the network")
     runs = [retime(run, network=network) for network in networks]
@@ -148,7 +147,7 @@ def _build_light(config: SimulatedConfig, min_steps: int) -> tuple[SimulatedConf
         training=training,
         device=device,
         network="loopback",
-        partition="shared",
+        partition="iid" if config.recipe.build_components(config.seed).needs_shares else "shared",
     )
     return light, warmup, block
 
