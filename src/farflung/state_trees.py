@@ -26,7 +26,7 @@ from farflung.types import Json, State
 __all__ = ["load_tree", "pack_tree", "save_tree", "unpack_tree"]
 
 _META = "farflung"
-_FORMAT = 4
+_FORMAT = 5
 """Version of the file format, incremented by every incompatible change of checkpoints."""
 _NO_DIGEST = "0" * 64
 _DIGEST = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')

@@ -189,9 +189,9 @@ def test_another_kind_of_file_is_refused(content: bytes, tmp_path: Path) -> None
         (None, "not written by farflung"),
         ({"format": "pt"}, "not written by farflung"),
         ({"farflung": "{"}, "cut short or damaged"),
-        ({"farflung": '{"format": 4, "values": {}}'}, "cut short or damaged.*no checksum"),
-        ({"farflung": '{"step": 3}'}, "a file of format 1, and this version of farflung reads format 4: use"),
-        ({"farflung": '{"format": 5, "values": {}}'}, "a file of format 5, and this version"),
+        ({"farflung": '{"format": 5, "values": {}}'}, "cut short or damaged.*no checksum"),
+        ({"farflung": '{"step": 3}'}, "a file of format 1, and this version of farflung reads format 5: use"),
+        ({"farflung": '{"format": 6, "values": {}}'}, "a file of format 6, and this version"),
     ],
 )
 def test_what_was_written_by_something_else_is_refused(metadata: Any, says: str, tmp_path: Path) -> None:

@@ -319,23 +319,29 @@ class Engine:
             },
         }
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: State, *, counts_only: bool = False) -> None:
         """Restores :meth:`state_dict`; exchanges that were in flight start again and give equal results.
 
         Args:
           state: State with tensors on any device.
+          counts_only: True for the state of a flushed engine with another reducer or schedule, of which only rounds
+            and counts continue. The parameters must be loaded already.
 
         Raises:
           CheckpointError: the reducer's state is of another version.
         """
         shared, local = state["shared"], state["local"]
-        self.reducer_states.check_local_state(local["reducer"])
+        if not counts_only:
+            self.reducer_states.check_local_state(local["reducer"])
         self.flights.clear()
         self._unapplied.clear()
         self.is_round_open, self.round_number = False, shared["round_number"]
         self.sent_nbytes, self.peak_nbytes = local["sent_nbytes"], local["peak_nbytes"]
-        self._schedule_state, self._has_stale_anchors = shared["schedule"], shared["has_stale_anchors"]
         self.times.resume_from(local["elapsed_s"])
+        if counts_only:
+            self.restart()
+            return
+        self._schedule_state, self._has_stale_anchors = shared["schedule"], shared["has_stale_anchors"]
         self._metadata.load_state_dict(local["metadata"])
         self.unused.load_state_dict(shared["unused"], local["unused_local"])
         self._merge_states.load_state_dict(shared["merges"], local["merges"])

@@ -34,7 +34,7 @@ from farflung.network import find_network
 from farflung.runs.config import RunConfig, RunOptions
 from farflung.runs.folder import RunFolder
 from farflung.runs.preparing import PreparedRun, name_run_folder
-from farflung.runs.replicas import make_replica, resolve_run_collective
+from farflung.runs.replicas import make_replica, resolve_run_collective, resume_replica
 from farflung.runs.result import Run
 from farflung.runs.simulation import limit_threads, run_replica
 from farflung.runs.stopping import handle_stop_signals
@@ -179,9 +179,9 @@ def train_replica(
                 make_replica,
                 runtime,
                 config.task,
-                config.recipe,
-                config.training,
-                telemetry,
+                recipe=config.recipe,
+                training=config.training,
+                telemetry=telemetry,
                 shares=config.make_shares(),
                 checkpoints=checkpoints,
                 should_stop=stop_requested.is_set,
@@ -220,9 +220,10 @@ def train_replica(
                 )
                 if leave_requested.is_set():  # before the run existed
                     elastic.leave()
+            predecessor = None
             if files.is_resumed and guest is None:
-                replica.resume(start)
-            result, state = runtime.run(run_replica(replica, make))
+                predecessor = resume_replica(replica, start, config.recipe, make)
+            result, state = runtime.run(run_replica(replica, make, predecessor))
             summary = {
                 **result.to_json(),
                 "collective": collective,

@@ -46,7 +46,7 @@ class Outer(Merge):
     @override
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         if self.optimizer_state == "averaged":
-            check_averageable(optimizer)
+            check_averageable(optimizer, "use optimizer_state='kept' or 'reset'")
 
     @override
     def init(self, weights: Tensor) -> MergeState:
