@@ -213,7 +213,11 @@ def plan(
             pilots = []
             for seed in seeds:
                 on_part(f"pilot of {steps:,} steps: {name}")
-                key: dict[str, Json] = {"pilot": configs[name].to_json(), "steps": steps, "seed": seed}
+                key: dict[str, Json] = {
+                    "pilot": _describe_learning(configs[name]),
+                    "steps": steps,
+                    "seed": seed,
+                }
                 row = store.find_or_add(key, partial(_train, configs[name], steps, seed))
                 pilots.append(_read_pilot(row))
             return pilots
@@ -397,6 +401,12 @@ def _time_once(
 
     row: dict[str, Any] = store.find_or_add({"timing": config.to_json(), "networks": [*names]}, measure)
     return [Pace(**pace) for pace in row["paces"]], row["uncharged"]
+
+
+def _describe_learning(config: SimulatedConfig) -> dict[str, Json]:
+    """Returns the settings of a training on which its pilots depend."""
+    timed = ("network", "connections", "device", "faults", "count_evaluation")
+    return {name: value for name, value in config.to_json().items() if name not in timed}
 
 
 def _train(config: SimulatedConfig, steps: int, seed: int) -> dict[str, Json]:

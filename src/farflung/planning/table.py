@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["render_plan_table"]
 
-RECIPE_WIDTH = 25
+RECIPE_WIDTH, WIDTH = 25, 80
+"""Characters of the column of recipes, and of the table."""
 
 
 def render_plan_table(plan: Plan) -> Table:
@@ -34,32 +35,31 @@ def render_plan_table(plan: Plan) -> Table:
     from rich.filesize import decimal
     from rich.text import Text
 
-    table.box, table.padding = box.SIMPLE_HEAD, (0, 0)
-    for name in ("recipe", "a step", "waits", "short by", "time", "sent"):
-        is_text = name in ("recipe", "time")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
-    for row in plan.rows:
-        if row.step_s is None:
-            continue
-        gap = (
-            "" if row.gap is None or row.noise is None else _format_gap(row.gap, plan.is_accuracy, row.noise)
-        )
-        cells = (
-            fold_text(row.recipe, RECIPE_WIDTH),
-            format_duration(row.step_s),
-            f"{row.waiting:.0%}",
-            gap,
-            _format_time(row),
-            "" if row.sent_nbytes is None else decimal(int(row.sent_nbytes)),
-        )
+    table.box, table.padding, table.width = box.SIMPLE_HEAD, (0, 0), WIDTH
+    rows = [row for row in plan.rows if row.step_s is not None]
+    columns = {
+        "recipe": [fold_text(row.recipe, RECIPE_WIDTH) for row in rows],
+        "a step": [format_duration(row.step_s or 0.0) for row in rows],
+        "waits": [f"{row.waiting:.0%}" for row in rows],
+        "short by": [_format_gap(row.gap, plan.is_accuracy, row.noise) for row in rows],
+        "to the target" if plan.choice else "all steps": [_format_time(row) for row in rows],
+        "sent": ["" if row.sent_nbytes is None else decimal(int(row.sent_nbytes)) for row in rows],
+    }
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    for name in columns:
+        is_number = name in ("a step", "waits", "short by", "sent")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
+    for row, *cells in zip(rows, *columns.values(), strict=True):
         table.add_row(*map(Text, cells), style="bold" if row is plan.choice else None)
     table.caption = Text("\n".join(_list_advice(plan)), style="default")
     return table
 
 
-def _format_gap(gap: float, is_accuracy: bool, noise: float | None = None) -> str:
-    """Formats a difference of scores, in points if they are accuracies, with its noise."""
+def _format_gap(gap: float | None, is_accuracy: bool, noise: float | None = None) -> str:
+    """Formats a difference of scores, in points if they are accuracies, with its noise; empty without one."""
     factor = 100 if is_accuracy else 1
+    if gap is None:
+        return ""
     return f"{factor * gap:.2g}" if noise is None else f"{factor * gap:.2g} ±{factor * noise:.1g}"
 
 
