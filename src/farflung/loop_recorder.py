@@ -21,7 +21,7 @@ RECIPE_VARIABLE = "FARFLUNG_RECIPE"
 """Environment variable with the recipe that replaces the argument of :func:`farflung.attach`."""
 RECORD_VARIABLE, STEPS_VARIABLE = "FARFLUNG_RECORD", "FARFLUNG_RECORD_STEPS"
 """Environment variables with the file to write, and the number of steps after which the process ends."""
-WARM_UP = 3
+_WARM_UP = 3
 """Number of first steps that are not counted, since they allocate."""
 
 
@@ -65,7 +65,7 @@ class LoopRecorder:
         """
         if event["event"] != "step":
             return
-        if read_number(event, "step") >= WARM_UP:
+        if read_number(event, "step") >= _WARM_UP:
             self._durations_s.append(read_number(event, "duration_s"))
             self._backward_s.append(self._split_backward())
         self._ready_s.clear()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import farflung
 from farflung.cli.main import main
 from farflung.errors import ConfigError
+from farflung.network import Link, NetworkProfile, format_profile
 from farflung.planning import Plan, PlanRow, auto, plan_script, planner
 from farflung.recipes.planned import REFERENCE
 from farflung.report import render_text
@@ -86,7 +88,7 @@ def test_table_fits_80_columns_and_says_what_to_take() -> None:
         ("--target 5", "the reference does not reach it in 80 steps"),
         ("--recipes diloco", "25% of it is shorter than two blocks of 50 steps of diloco"),
         ("--budget 0.01", "the reference alone takes 0.087 trainings"),
-        ("--networks four-regions --workers 3", "four-regions"),
+        ("--networks home.toml --workers 3", "it describes 2 nodes, and 3 are to run"),
         ("--workload tests.planning.own:random_width", "its model differs from seed to seed"),
         ("--share 2", "must be above 0 and at most 1"),
         ("-- nowhere.py", "there is no such script"),
@@ -102,6 +104,7 @@ def test_bad_input_is_refused_in_one_line(
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     monkeypatch.chdir(tmp_path)
+    Path("home.toml").write_text(format_profile(NetworkProfile.create_uniform(Link(1e-3), 2, "home"), []))
     words = ["--quiet", "--steps", "80", "--recipes", "local_sgd(sync_every=4)", *options.split()]
     if "--workload" not in options and "--" not in options.split():
         words = ["--workload", "synthetic/quadratic", *words]
@@ -157,7 +160,7 @@ def test_loop_that_cannot_be_recorded_is_refused_by_name(
 def test_recipe_auto_plans_with_this_machine_and_trains_with_the_choice(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = {}
+    planned: dict[str, Any] = {}
 
     def choose(workload: str, network: str, **settings: object) -> Plan:
         planned.update(settings, workload=workload, network=network)
@@ -181,6 +184,6 @@ def test_recipe_auto_plans_with_this_machine_and_trains_with_the_choice(
     assert "trains with local_sgd(sync_every=2)" in capsys.readouterr().err
     assert planned["workload"] == "synthetic/quadratic"
     assert planned["network"] == "loopback"
-    assert planned["device"].forward_per_sample_s > 0  # type: ignore[attr-defined]
+    assert planned["device"].forward_per_sample_s > 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["schedule"] == "local_sgd(sync_every=2)"
     assert main(["train", "--recipe", "auto", "--resume", str(tmp_path / "run")]) == 2

@@ -73,7 +73,7 @@ class Train(RunCommand):
         is_lead = env is None or env.rank == 0
         with Bar("planning", quiet=bool(self.quiet or self.json) or not is_lead) as bar:
             recipe = choose_recipe(
-                {**settings, "resume": self.resume},
+                {**settings, **collect_options(self, ("resume",))},
                 env,
                 endpoint=build_endpoint(self),
                 deadline_s=float(str(settings.get("deadline", 60.0))),

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import torch
-
 from farflung.calibration import calibrate
-from farflung.comm import Endpoint, ExchangeChannel, Purpose
+from farflung.comm import Endpoint
 from farflung.config import Training, list_settings
+from farflung.decisions import decide_by_rank_0
 from farflung.devices import find_device
 from farflung.errors import ConfigError
 from farflung.network import NetworkProfile
 from farflung.planning.planner import plan
 from farflung.runs import SimulatedConfig
-from farflung.types import Communicator, Payload
 from farflung.wall import LaunchEnv, WallRuntime
 from farflung.wall.measuring import probe_network
 
@@ -72,12 +70,14 @@ def choose_recipe(
         if measurement is not None:
             names = [f"rank {rank}" for rank in range(env.size)]
             text = _plan_recipe(settings, measurement.build_profile("probed", names), env.size, on_part)
-        recipe = runtime.launch(_broadcast_text(runtime.comm, text)).wait()
+        decision = runtime.drive(
+            decide_by_rank_0(runtime.comm, runtime.decisions, AUTO_RECIPE, 0, lambda: text)
+        )
     except BaseException as error:
         runtime.close(error)
         raise
     runtime.close()
-    return recipe
+    return str(decision.value)
 
 
 def _plan_recipe(
@@ -99,15 +99,3 @@ def _plan_recipe(
     made = plan(workload, network, device=device, workers=workers, on_part=on_part, **chosen)  # type: ignore[arg-type]
     assert made.choice is not None
     return made.choice.recipe
-
-
-async def _broadcast_text(comm: Communicator, text: str) -> str:
-    """Sends a text of rank 0 to all ranks, and returns it."""
-    channel = ExchangeChannel(comm, Purpose.MEASURE.build_exchange_id(1 << 21), 0)
-    if comm.rank:
-        (content,) = (await channel.recv(0, comm.rank)).iter_tensors()
-        return bytes(content.numpy()).decode()
-    payload = Payload((torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8),))
-    for rank in range(1, comm.size):
-        await channel.send(payload, rank, rank)
-    return text

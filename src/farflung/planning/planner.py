@@ -287,7 +287,7 @@ def plan_script(
     networks = [networks] if isinstance(networks, str | NetworkProfile) else [*networks]
     on_part(f"recording {command[0]}")
     recorded = record_script(command)
-    base = {**settings, "workload": recorded, "device": device or recorded.device, "batch_size": 1}
+    base = {**settings, "workload": recorded.workload, "device": device or recorded.device, "batch_size": 1}
     configs = _resolve_candidates(recipes, networks, base)
     with ExitStack() as stack:
         rows, paces = _time_candidates(configs, networks, "attach", _Store(stack, None), on_part)
@@ -323,11 +323,10 @@ def _time_candidates(
         if rows[text].reason:
             continue
         on_part(f"timing {text}")
-        try:
-            paces[text], uncharged = _time_once(store, config, networks)
-            rows[text] = replace(rows[text], uncharged=uncharged)
-        except Unsupported as error:
-            rows[text] = replace(rows[text], reason=str(error))
+        timed = _time_once(store, config, networks)
+        rows[text] = replace(rows[text], uncharged=timed["uncharged"], reason=timed["refusal"])
+        if not timed["refusal"]:
+            paces[text] = [Pace(**pace) for pace in timed["paces"]]
     return rows, paces
 
 
@@ -392,15 +391,18 @@ def _explain_refusal(settings: Mapping[str, object], loop: str) -> str:
 
 def _time_once(
     store: _Store, config: SimulatedConfig, networks: Sequence[str | NetworkProfile]
-) -> tuple[list[Pace], list[str]]:
-    names = [str(network if isinstance(network, str) else network.name) for network in networks]
+) -> dict[str, Any]:
+    """Returns the paces of a recipe and its methods without a rate, or why it cannot be timed, as JSON."""
+    names: list[Json] = [network if isinstance(network, str) else network.name for network in networks]
 
     def measure() -> dict[str, Json]:
-        paces, uncharged = time_recipe(config, networks)
-        return {"paces": [asdict(pace) for pace in paces], "uncharged": [*uncharged]}
+        try:
+            paces, uncharged = time_recipe(config, networks)
+        except Unsupported as error:
+            return {"paces": [], "uncharged": [], "refusal": str(error)}
+        return {"paces": [asdict(pace) for pace in paces], "uncharged": [*uncharged], "refusal": ""}
 
-    row: dict[str, Any] = store.find_or_add({"timing": config.to_json(), "networks": [*names]}, measure)
-    return [Pace(**pace) for pace in row["paces"]], row["uncharged"]
+    return store.find_or_add({"timing": config.to_json(), "networks": names}, measure)
 
 
 def _describe_learning(config: SimulatedConfig) -> dict[str, Json]:

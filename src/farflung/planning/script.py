@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from farflung.data import TensorDataset
 from farflung.devices import DeviceProfile, LayerProfile, find_device
 from farflung.errors import ConfigError, DataError
 from farflung.files import parse_json, read_text, wrap_read_errors
 from farflung.loop_recorder import RECIPE_VARIABLE, RECORD_VARIABLE, STEPS_VARIABLE
-from farflung.types import Batch, Dataset, Json
+from farflung.sim import LightWorkload
 
 __all__ = ["RecordedLoop", "record_script"]
 
@@ -26,43 +26,11 @@ RECORDED_STEPS, DEADLINE_S = 10, 600.0
 """Number of steps that are recorded, and seconds in which they must end."""
 
 
-class RecordedLoop:
-    """Workload with the parameters of a recorded loop, one sample a step; it has no loss and is only timed.
+class RecordedLoop(NamedTuple):
+    """Loop of a script, as a workload that is only timed, one sample a step, and the device that it ran on."""
 
-    Args:
-      name: Name of the script.
-      record: Content of the recorder's file.
-    """
-
-    defaults: ClassVar[Mapping[str, Json]] = {"batch_size": 1, "learning_rate": 0.1, "steps": 1000}
-
-    def __init__(self, name: str, record: Mapping[str, Any]) -> None:
-        self.name, self._parameters = f"script/{name}", record["parameters"]
-        layers = [
-            LayerProfile(torch.Size(parameter["shape"]).numel(), 0.0, parameter["backward_s"])
-            for parameter in self._parameters
-        ]
-        coding = find_device("cpu-core", forward_flops=1.0).coding
-        self.device = DeviceProfile(
-            f"this machine, by {name}", layers=tuple(layers), step_s=record["step_s"], coding=coding
-        )
-
-    def build_model(self, generator: torch.Generator) -> nn.Module:
-        """Builds parameters of the recorded shapes and types."""
-        return nn.ParameterList(
-            nn.Parameter(torch.randn(p["shape"], generator=generator).to(getattr(torch, p["dtype"])))
-            for p in self._parameters
-        )
-
-    def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
-        raise NotImplementedError
-
-    def compute_metrics(self, model: nn.Module, batch: Batch) -> Tensor:
-        raise NotImplementedError
-
-    def load_datasets(self) -> tuple[Dataset, Dataset]:
-        data = TensorDataset(torch.zeros(1024, 1), torch.zeros(1024, dtype=torch.int64))
-        return data, data
+    workload: LightWorkload
+    device: DeviceProfile
 
 
 def record_script(command: Sequence[str]) -> RecordedLoop:
@@ -111,4 +79,22 @@ def record_script(command: Sequence[str]) -> RecordedLoop:
             )
         with wrap_read_errors(path, "not a recorded loop", DataError):
             record: Any = parse_json(read_text(path))
-            return RecordedLoop(name, record)
+            return _build_loop(name, record)
+
+
+def _build_loop(name: str, record: Mapping[str, Any]) -> RecordedLoop:
+    """Builds the loop from the content of the recorder's file."""
+    parameters = record["parameters"]
+
+    def build_model(generator: torch.Generator) -> nn.Module:
+        return nn.ParameterList(
+            torch.randn(parameter["shape"], generator=generator).to(getattr(torch, parameter["dtype"]))
+            for parameter in parameters
+        )
+
+    layers = [LayerProfile(math.prod(p["shape"]), 0.0, p["backward_s"]) for p in parameters]
+    coding = find_device("cpu-core", forward_flops=1.0).coding
+    device = DeviceProfile(
+        f"this machine, by {name}", layers=tuple(layers), step_s=record["step_s"], coding=coding
+    )
+    return RecordedLoop(LightWorkload(name, build_model), device)

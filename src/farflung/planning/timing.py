@@ -139,7 +139,7 @@ def _build_light(config: SimulatedConfig, min_steps: int) -> tuple[SimulatedConf
     device = config.device
     if isinstance(device, str):
         device = find_device(device, forward_flops=count_forward_flops(config.task))
-    task = LightWorkload(config.task)
+    task = LightWorkload(config.task.name, config.task.build_model)
     light = replace(
         config,
         task=task,

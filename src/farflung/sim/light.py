@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from farflung.data import TensorDataset
-from farflung.types import Batch, Dataset, Json, Workload
+from farflung.types import Batch, Dataset, Json
 
 __all__ = ["LightWorkload"]
 
@@ -27,17 +27,15 @@ class LightWorkload:
     device computes by its profile, and payloads of most codecs do not depend on values.
 
     Args:
-      workload: Workload whose model is used.
+      name: Name of the workload whose times it has.
+      build_model: Function that builds its model.
     """
 
-    defaults: ClassVar[Mapping[str, Json]] = {}
+    defaults: ClassVar[Mapping[str, Json]] = {"batch_size": 1, "learning_rate": 1e-6, "steps": 1000}
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload, self.name = workload, f"light/{workload.name.rpartition('/')[2]}"
+    def __init__(self, name: str, build_model: Callable[[torch.Generator], nn.Module]) -> None:
+        self.name, self.build_model = f"light/{name.rpartition('/')[2]}", build_model
         self._constants: list[Tensor] = []
-
-    def build_model(self, generator: torch.Generator) -> nn.Module:
-        return self._workload.build_model(generator)
 
     def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
