@@ -88,7 +88,9 @@ def _cells(
     for place, network in enumerate(networks):
         for tolerance in (1e9,) if quick else task.tolerances:
             true = {
-                recipe: _seconds(paces[recipe][place], steps_to(curves[recipe], end - tolerance))
+                recipe: _seconds(
+                    paces[recipe][place], steps_to(curves[recipe], end - (1.0 if quick else tolerance))
+                )
                 for recipe in timed
             }
             best = min(true, key=true.__getitem__)

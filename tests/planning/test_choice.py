@@ -36,7 +36,7 @@ class Race:
         def compute_seconds(name: str, steps: int) -> float:
             return steps * self.step_s[name]
 
-        return Search(STEPS, 0.25, 0.05, STEPS, "reference", ["dense"], compute_seconds, self.train)
+        return Search(STEPS, 0.25, STEPS, "reference", ["dense"], compute_seconds, self.train, tolerance=0.05)
 
 
 def test_fastest_recipe_within_the_tolerance_wins_and_slower_ones_need_no_pilot() -> None:

@@ -12,11 +12,17 @@ import pytest
 import farflung
 from farflung.cli.main import main
 from farflung.errors import ConfigError
-from farflung.network import Link, NetworkProfile, format_profile
 from farflung.planning import Plan, PlanRow, auto, plan_script, planner
 from farflung.recipes.planned import REFERENCE
 from farflung.report import render_text
 
+HOME = """
+name = "home"
+[[site]]
+name = "all"
+nodes = 2
+inside = { latency_s = 0.001 }
+"""
 SETTINGS = {"workload": "synthetic/quadratic", "steps": 80, "workers": 2, "batch_size": 4}
 RECIPES = ["local_sgd(sync_every=4)", "delayed"]
 
@@ -67,7 +73,7 @@ def test_table_fits_80_columns_and_says_what_to_take() -> None:
         "11 ±2",
         "misses it",
         "at most 1 day, 5:10:00",
-        f"12 steps in the time of one of {REFERENCE}",
+        f"12.5 steps in the time of one of {REFERENCE}",
         f"As fast, for all a simulation can say: {REFERENCE}.",
         "Not tried: delayed: what it learns depends on the network.",
         "no rate: demo.",
@@ -104,7 +110,7 @@ def test_bad_input_is_refused_in_one_line(
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     monkeypatch.chdir(tmp_path)
-    Path("home.toml").write_text(format_profile(NetworkProfile.create_uniform(Link(1e-3), 2, "home"), []))
+    Path("home.toml").write_text(HOME)
     words = ["--quiet", "--steps", "80", "--recipes", "local_sgd(sync_every=4)", *options.split()]
     if "--workload" not in options and "--" not in options.split():
         words = ["--workload", "synthetic/quadratic", *words]
@@ -187,3 +193,9 @@ def test_recipe_auto_plans_with_this_machine_and_trains_with_the_choice(
     assert planned["device"].forward_per_sample_s > 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["schedule"] == "local_sgd(sync_every=2)"
     assert main(["train", "--recipe", "auto", "--resume", str(tmp_path / "run")]) == 2
+
+
+def test_recipe_that_diverges_is_ruled_out() -> None:
+    wild = "local_sgd(sync_every=4, learning_rate=1e30)"
+    made = farflung.plan(recipes=[wild], networks="wifi-10mbps", **SETTINGS)  # type: ignore[arg-type]
+    assert {row.recipe: row.status for row in made.rows} == {wild: "misses", REFERENCE: "reaches"}

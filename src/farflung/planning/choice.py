@@ -115,24 +115,24 @@ class Search:
     Args:
       steps: Number of steps of the training.
       share: Length of the main pilot over that of the training.
-      tolerance: Largest accepted gap.
       budget_steps: Number of steps of all pilots together, after which no other candidate is tried.
       reference: Name of the reference.
       equals: Names of candidates that learn what the reference does.
       compute_seconds: Computes the seconds of some steps of a candidate, on the slowest network.
       train: Trains pilots of a candidate, one for each seed.
       min_steps: Smallest number of steps of a pilot of each candidate.
+      tolerance: Largest accepted gap.
     """
 
     steps: int
     share: float
-    tolerance: float
     budget_steps: float
     reference: str
     equals: Sequence[str]
     compute_seconds: Callable[[str, int], float]
     train: Callable[[str, int], Sequence[Pilot]]
     min_steps: Mapping[str, int] = field(default_factory=dict)
+    tolerance: float = 0.0
     spent_steps: int = 0
     _trained: dict[tuple[str, int], Sequence[Pilot]] = field(default_factory=dict)
 

@@ -17,7 +17,7 @@ from farflung.runs.folder import TempFolder
 from farflung.runs.simulation import limit_to_one_thread
 from farflung.seeding import RandomState, create_generator, derive_seed
 from farflung.telemetry import read_number
-from farflung.types import Dataset, Workload
+from farflung.types import Dataset, Json, Workload
 
 __all__ = ["train_pilot"]
 
@@ -25,6 +25,8 @@ NUM_EVALUATIONS = 10
 CURVE_SAMPLES, FINAL_SAMPLES = 500, 10_000
 """Largest numbers of test samples of an evaluation during a pilot, and at its end."""
 BATCH_SIZE = 256
+WORST_SCORE = -1e6
+"""Score in place of lower ones, and of those that are not numbers."""
 
 
 def train_pilot(config: SimulatedConfig, steps: int, seed: int) -> Pilot:
@@ -35,13 +37,18 @@ def train_pilot(config: SimulatedConfig, steps: int, seed: int) -> Pilot:
     """
     scaled = scale_recipe(config, steps)
     evaluate_every = max(1, steps // NUM_EVALUATIONS)
-    training = replace(scaled.training, seed=seed, evaluate_every=evaluate_every, checkpoint_every=0)
+    training = replace(
+        scaled.training, seed=seed, evaluate_every=evaluate_every, checkpoint_every=0, on_nonfinite="skip"
+    )
     task = cast(Workload, _SlicedWorkload(config.task))
     folder = TempFolder()
     pilot = replace(scaled, training=training, task=task, network="loopback")
     run = simulate_prepared(PreparedRun(pilot, RunFolder(folder.path / "run")), should_checkpoint=False)
-    evaluations = [event for event in run.events[0] if event["event"] == "evaluation"]
-    curve = [(int(read_number(event, "step")), read_number(event, "accuracy")) for event in evaluations]
+    curve = [
+        (int(read_number(event, "step")), _limit_score(event["accuracy"]))
+        for event in run.events[0]
+        if event["event"] == "evaluation"
+    ]
     return Pilot(steps, curve, _score_samples(config.task, run.state_dict(), seed))
 
 
@@ -79,4 +86,9 @@ def _score_samples(task: Workload, state: dict[str, Tensor], seed: int) -> Tenso
         )
     if scores.dim() > 1:
         raise Unsupported(f"{task.name}: its metric is no mean over samples, so pilots cannot be compared")
-    return scores
+    return scores.nan_to_num(nan=WORST_SCORE).clamp(min=WORST_SCORE)
+
+
+def _limit_score(score: Json) -> float:
+    """Returns a score that is finite, even of a model that has diverged."""
+    return score if isinstance(score, int | float) and score > WORST_SCORE else WORST_SCORE

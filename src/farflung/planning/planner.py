@@ -119,11 +119,14 @@ class Plan:
     @property
     def attach_line(self) -> str:
         """Line that trains with the chosen recipe in a loop of one's own; empty if there is none."""
-        if self.choice is None or _explain_refusal(parse_variant(self.choice.recipe), "attach"):
+        if self.choice is None:
             return ""
         changes = parse_variant(self.choice.recipe)
+        components = {name: changes[name] for name in Recipe().settings if name in changes}
+        if _explain_refusal(parse_recipe(str(changes["recipe"])).with_components(**components), "attach"):
+            return ""
         optimizer = changes.get("optimizer")
-        options = ", ".join(f"{name}={changes[name]}" for name in Recipe().settings if name in changes)
+        options = ", ".join(f"{name}={component}" for name, component in components.items())
         note = f"  # with optimizer {optimizer}" if optimizer else ""
         return f'farflung.attach(model, optimizer, "{changes["recipe"]}{f"({options})" if options else ""}"){note}'
 
@@ -223,15 +226,14 @@ def plan(
             return pilots
 
         search = Search(
-            reference.steps,
-            share,
-            0.0,
-            budget * reference.steps,
-            REFERENCE,
-            [name for name in paces if _learns_like_reference(configs[name]) and name != REFERENCE],
-            lambda name, steps: max(pace.compute_seconds(steps) for pace in paces[name]),
-            train,
-            {name: 2 * _get_period(configs[name]) for name in paces},
+            steps=reference.steps,
+            share=share,
+            budget_steps=budget * reference.steps,
+            reference=REFERENCE,
+            equals=[name for name in paces if _learns_like_reference(configs[name]) and name != REFERENCE],
+            compute_seconds=lambda name, steps: max(pace.compute_seconds(steps) for pace in paces[name]),
+            train=train,
+            min_steps={name: 2 * _get_period(configs[name]) for name in paces},
         )
         search.tolerance, scores = _find_tolerance(search, within, target)
         outcomes = search.choose([*paces])
@@ -319,7 +321,7 @@ def _time_candidates(
     rows: dict[str, PlanRow] = {}
     paces: dict[str, list[Pace]] = {}
     for text, config in configs.items():
-        rows[text] = PlanRow(text, reason=_explain_refusal({"recipe": config.recipe}, loop))
+        rows[text] = PlanRow(text, reason=_explain_refusal(config.recipe, loop))
         if rows[text].reason:
             continue
         on_part(f"timing {text}")
@@ -341,14 +343,11 @@ def _check_inputs(
     requested: Sequence[str],
 ) -> None:
     """Checks settings of all candidates before anything is simulated."""
-    for config in configs.values():
-        for network in networks:
-            replace(config, network=network).check()
-    first = next(iter(configs.values()))
-    if (
-        first.compute_model_hash()
-        != replace(first, training=replace(first.training, seed=first.seed + 1)).compute_model_hash()
-    ):
+    first, *others = configs.values()
+    for config in (*others, *(replace(first, network=network) for network in networks)):
+        config.check()
+    other_seed = replace(first, training=replace(first.training, seed=first.seed + 1))
+    if first.compute_model_hash() != other_seed.compute_model_hash():
         raise ConfigError(
             f"--workload {first.workload}: its model differs from seed to seed, and a plan is for one"
         )
@@ -375,12 +374,8 @@ def _learns_like_reference(config: SimulatedConfig) -> bool:
     } and texts["codec"] in ("identity", "truncate16")
 
 
-def _explain_refusal(settings: Mapping[str, object], loop: str) -> str:
+def _explain_refusal(recipe: Recipe, loop: str) -> str:
     """Returns why a loop cannot follow a recipe; empty if it can."""
-    recipe = settings["recipe"]
-    if not isinstance(recipe, Recipe):
-        components = {name: value for name, value in settings.items() if name in Recipe().settings}
-        recipe = parse_recipe(str(recipe)).with_components(**components)
     support = describe_attach_support(recipe)
     if loop != "train" and support != "yes":
         return f"{loop} cannot follow it: {support.removeprefix('no: ')}"

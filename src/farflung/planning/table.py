@@ -81,7 +81,7 @@ def _list_advice(plan: Plan) -> Sequence[str]:
     if plan.choice is not None:
         (reference,) = (row for row in plan.rows if row.recipe == plan.reference)
         times = (reference.step_s or 0.0) / (plan.choice.step_s or 1.0)
-        lines.append(f"Take {plan.choice.recipe}: {times:.2g} steps in the time of one of {plan.reference}.")
+        lines.append(f"Take {plan.choice.recipe}: {times:.3g} steps in the time of one of {plan.reference}.")
         if plan.similar:
             lines.append(
                 f"As fast, for all a simulation can say: {', '.join(r.recipe for r in plan.similar)}."
