@@ -70,9 +70,8 @@ def choose_recipe(
         if measurement is not None:
             names = [f"rank {rank}" for rank in range(env.size)]
             text = _plan_recipe(settings, measurement.build_profile("probed", names), env.size, on_part)
-        decision = runtime.drive(
-            decide_by_rank_0(runtime.comm, runtime.decisions, AUTO_RECIPE, 0, lambda: text)
-        )
+        coroutine = decide_by_rank_0(runtime.comm, runtime.decisions, AUTO_RECIPE, 0, lambda: text)
+        decision = runtime.launch(coroutine).wait()
     except BaseException as error:
         runtime.close(error)
         raise

@@ -59,10 +59,11 @@ class Pace:
     def compute_seconds(self, steps: int) -> float:
         """Computes the seconds of the first ``steps`` steps."""
         warmup = min(steps, self.warmup)
-        blocks, rest = divmod(steps - warmup, len(self.ends_s))
-        begin_s = self.first_ends_s[-1] + (blocks - 1) * self.ends_s[-1] if blocks else 0.0
-        block_s = [0.0, *(self.ends_s if blocks else self.first_ends_s)]
-        return warmup * self.warmup_step_s + begin_s + block_s[rest]
+        warmup_s, later = warmup * self.warmup_step_s, steps - warmup - len(self.first_ends_s)
+        if later <= 0:
+            return warmup_s + [0.0, *self.first_ends_s][steps - warmup]
+        blocks, rest = divmod(later, len(self.ends_s))
+        return warmup_s + self.first_ends_s[-1] + blocks * self.ends_s[-1] + [0.0, *self.ends_s][rest]
 
     def compute_nbytes(self, steps: int) -> float:
         """Computes the bytes that rank 0 sends in the first ``steps`` steps."""
@@ -86,8 +87,9 @@ def time_recipe(
 ) -> tuple[list[Pace], list[str]]:
     """Times the steps of a training on each network.
 
-    The steps are simulated once, without the model's arithmetic, and retimed on each network. The pace is that of the
-    second of two blocks, which are whole periods of the schedule and at least as long as its results are late.
+    The steps are simulated once, without the model's arithmetic, and retimed on each network. The pace is that of a
+    block of whole periods of the schedule, at least as long as its results are late, after another such block. It has
+    two periods at least, since on some networks every other exchange is faster.
 
     Args:
       config: Configuration of the whole training.
@@ -121,7 +123,7 @@ def _build_light(config: SimulatedConfig, min_steps: int) -> tuple[SimulatedConf
     full_warmup, reducer = _count_warmup(config)
     schedule = config.recipe.build_components(config.seed).schedule
     late = schedule.max_steps_ahead - schedule.period + 1
-    block = schedule.period * math.ceil(max(min_steps, late) / schedule.period)
+    block = schedule.period * max(2, math.ceil(max(min_steps, late) / schedule.period))
     warmup = min(full_warmup, WARMUP_BLOCKS * block if schedule.warmup else block)
     share = warmup / full_warmup if full_warmup else 1.0
     scaled = reducer.scale_warmup(share)
@@ -167,17 +169,17 @@ def _read_pace(run: Run, full_warmup: int, warmup: int, block: int) -> Pace:
     begin_s = read_number(begin, "t")
     ends_s = [begin_s, *(read_number(step, "t") for step in steps)]
     sent = [0.0, *(read_number(step, "bytes_sent") for step in steps)]
-    first, last = warmup + block, warmup + 2 * block
+    start, end = warmup + block, warmup + 2 * block
     waited_s, duration_s = (
-        math.fsum(read_number(step, name) for step in steps[first:last])
+        math.fsum(read_number(step, name) for step in steps[start:end])
         for name in ("exposed_s", "duration_s")
     )
     return Pace(
         full_warmup,
         (ends_s[warmup] - begin_s) / max(1, warmup),
         sent[warmup] / max(1, warmup),
-        [end_s - ends_s[warmup] for end_s in ends_s[warmup + 1 : first + 1]],
-        [end_s - ends_s[first] for end_s in ends_s[first + 1 : last + 1]],
+        [end_s - ends_s[warmup] for end_s in ends_s[warmup + 1 : start + 1]],
+        [end_s - ends_s[start] for end_s in ends_s[start + 1 : end + 1]],
         waited_s / duration_s if duration_s else 0.0,
-        (sent[last] - sent[first]) / block,
+        (sent[end] - sent[start]) / block,
     )
