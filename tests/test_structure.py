@@ -60,12 +60,13 @@ ORDER: list[set[str]] = [
     {"wall", "sim"},
     {"calibration", "recipes", "sites"},
     {"attach_checks"},
-    {"importance", "step_tracker"},
+    {"importance", "step_tracker", "loop_recorder"},
     {"handle"},
     {"ddp"},
     {"integrations"},
     {"report", "loggers"},
     {"runs"},
+    {"planning"},
     {"__init__"},  # farflung itself, which names what a user imports
     {"cli"},
     {"coded", "lab", "streams"},  # behind fences: see FENCED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -40,13 +41,14 @@ from farflung.engine.averaging import (
 from farflung.engine.placement import to_local
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.loop import compute_fingerprint, describe_optimizer
+from farflung.loop_recorder import RECIPE_VARIABLE, LoopRecorder
 from farflung.moments import collect_eval_state, get_optimizer_name
 from farflung.recipes import Recipe, parse_recipe
 from farflung.reducers import list_summed_nbytes
 from farflung.seeding import derive_seed
 from farflung.sites import Site, SiteBuckets
 from farflung.step_tracker import SPREAD_TOLERANCE, LoopChecks, ReplicaComparison, StepTracker
-from farflung.telemetry import Sink, Telemetry
+from farflung.telemetry import Sink, Telemetry, combine_sinks
 from farflung.types import Schedule, State
 from farflung.wall import LaunchEnv, WallRuntime
 
@@ -104,7 +106,8 @@ def attach(
       model: Model that this loop trains. It may be compiled, but not wrapped in DistributedDataParallel, and sharded by
         ``fully_shard`` or as DTensors only with ``site``.
       optimizer: Optimizer that steps on the exchanged gradients, or a wrapper of one, such as Accelerate's.
-      recipe: Recipe or its name, with changes in brackets: ``"ring(codec=int8)"``.
+      recipe: Recipe or its name, with changes in brackets: ``"ring(codec=int8)"``. The environment variable
+        ``FARFLUNG_RECIPE`` replaces it.
       seed: Seed of random codecs, equal on all ranks.
       deadline_s: Seconds of silence after which an awaited replica is lost; one that answers may take ten times as
         long.
@@ -131,6 +134,7 @@ def attach(
         the rendezvous address.
       RunLost: A replica did not connect in time.
     """
+    recipe = os.environ.get(RECIPE_VARIABLE) or recipe
     parsed_recipe = parse_recipe(recipe) if isinstance(recipe, str) else recipe
     parts = parsed_recipe.build_components(seed)
     check_recipe(parsed_recipe, parts)
@@ -176,6 +180,12 @@ def attach(
             f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"
         )
     profile = _load_profile(network)
+    if (recorder := LoopRecorder.from_environment(model)) is not None:
+        if sampler is not None or elastic or own_site is not None or needs_closure(optimizer):
+            raise Unsupported(
+                "farflung plan: steps with a sampler, a site, elastic or a closure cannot be recorded"
+            )
+        sink = recorder if sink is None else combine_sinks(sink, recorder)
     if own_site is None:
         buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)
         store = store or env.connect_store(_CONNECT_TIMEOUT_S)

@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "join": ("farflung.cli.join", "Join"),
     "worker": ("farflung.cli.worker", "Worker"),
     "simulate": ("farflung.cli.simulate", "Simulate"),
+    "plan": ("farflung.cli.plan", "MakePlan"),
     "compare": ("farflung.cli.compare", "Compare"),
     "retime": ("farflung.cli.stored", "Retime"),
     "traffic": ("farflung.cli.stored", "Traffic"),

@@ -57,8 +57,30 @@ class Train(RunCommand):
             )
         from farflung.runs import prepare_training
 
+        settings = {name: value for layer in layers for name, value in layer.items()}
+        if settings.get("recipe") == "auto":
+            layers = (*layers, {"recipe": self._plan_recipe(settings)})
         options = RunOptions(**collect_options(self, OPTIONS), endpoint=build_endpoint(self))
         return prepare_training(*layers, options=options)
+
+    def _plan_recipe(self, settings: Mapping[str, object]) -> str:
+        """Measures the network, plans, and returns the recipe."""
+        from farflung.cli.progress import Bar
+        from farflung.planning import choose_recipe
+        from farflung.wall import LaunchEnv
+
+        env = LaunchEnv.read()
+        is_lead = env is None or env.rank == 0
+        with Bar("planning", quiet=bool(self.quiet or self.json) or not is_lead) as bar:
+            recipe = choose_recipe(
+                {**settings, **collect_options(self, ("resume",))},
+                env,
+                endpoint=build_endpoint(self),
+                deadline_s=float(str(settings.get("deadline", 60.0))),
+                on_part=bar.print_line,
+            )
+            bar.print_line(f"trains with {recipe}", force=True)
+        return recipe
 
     @override
     def start(self, run: PreparedRun[RunConfig]) -> int:

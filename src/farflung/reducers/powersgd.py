@@ -102,6 +102,15 @@ class PowerSGD(Reducer):
             else replace(self, dense_steps=max(steps // 10, rate_warmup_steps))
         )
 
+    @property
+    @override
+    def warmup_steps(self) -> int:
+        return self.dense_steps or 0
+
+    @override
+    def scale_warmup(self, share: float) -> PowerSGD:
+        return replace(self, dense_steps=round(share * self.dense_steps)) if self.dense_steps else self
+
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """Returns a state with random directions, equal on all replicas, and no residual.

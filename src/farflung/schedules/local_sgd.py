@@ -77,6 +77,11 @@ class LocalSGD(Schedule):
 
     @property
     @override
+    def period(self) -> int:
+        return self.sync_every
+
+    @property
+    @override
     def max_steps_ahead(self) -> int:
         return self.sync_every
 
@@ -122,6 +127,11 @@ class PostLocalSGD(Schedule):
     def merges(self) -> tuple[Merge, ...]:
         """Mean of gradients, and later mean of parameters."""
         return (Replace(), Outer(optimizer_state=self.optimizer_state))
+
+    @property
+    @override
+    def period(self) -> int:
+        return self.sync_every
 
     @property
     @override

@@ -198,6 +198,16 @@ class Reducer:
         del steps, rate_warmup_steps
         return self
 
+    @property
+    def warmup_steps(self) -> int:
+        """Number of first steps whose exchanges differ from those of later steps, in a run of known length."""
+        return 0
+
+    def scale_warmup(self, share: float) -> Reducer:
+        """Returns the reducer of a run that is ``share`` times as long, with a warm-up as much shorter."""
+        del share
+        return self
+
     def compute_num_exchanges(self, repeats: int) -> int:
         """Returns the number of exchanges in which each kind occurs ``repeats`` times, without warm-up."""
         return repeats

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from farflung.types.merge import Merge
@@ -154,6 +154,22 @@ class Schedule:
         0 if the schedule does not continue when replicas are lost.
         """
         return 0
+
+    @property
+    def warmup(self) -> int:
+        """Number of first steps whose transfers differ from those of later steps."""
+        return 0
+
+    @property
+    def period(self) -> int:
+        """Number of steps after which the transfers repeat, once the warm-up is over."""
+        return 1
+
+    def scale_warmup(self, share: float) -> Schedule:
+        """Returns the schedule of a run that is ``share`` times as long, with a warm-up as much shorter."""
+        if not self.warmup:
+            return self
+        return replace(self, warmup=round(share * self.warmup))  # type: ignore[type-var]
 
     def check(self, size: int) -> None:
         """Validates the number of replicas before a run begins.

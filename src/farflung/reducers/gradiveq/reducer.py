@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -130,6 +130,15 @@ class GradiVeQ(Reducer):
     def _sample_period(self) -> int:
         """Number of exchanges from one sample to the next in spread windows."""
         return 1 + self.compress_steps // self.sample_steps
+
+    @property
+    @override
+    def warmup_steps(self) -> int:
+        return self.warm_up
+
+    @override
+    def scale_warmup(self, share: float) -> GradiVeQ:
+        return replace(self, warm_up=round(share * self.warm_up))
 
     @override
     def compute_num_exchanges(self, repeats: int) -> int:
