@@ -1,7 +1,7 @@
 """One process of a site that is sharded by FSDP2: ``-m benchmarks.sites.worker SYSTEM SITES LOST_AT``, as JSON lines.
 
-The model and the way to average are those of torchft's ``fsdp_test.py``: a linear layer of 128 x 128, and a hook of FSDP2's
-all-reduce that calls torchft's manager.
+The model and the way to average are those of torchft's ``fsdp_test.py``: a linear layer of 128 x 128, and a hook of
+FSDP2's all-reduce that calls torchft's manager.
 """
 
 from __future__ import annotations
