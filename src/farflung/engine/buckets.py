@@ -304,7 +304,8 @@ class GradientBuckets:
         """Replaces a backward pass: all parameters contribute zeros."""
         self.clear()
         self.arm(ready)
-        self._fill_missing(ready)
+        assert self._on_ready is not None
+        self._fill_missing(self._on_ready)
         self._on_ready = None
 
     def unflatten(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -374,7 +375,8 @@ class GradientBuckets:
                     )
                 bucket.missing_places.remove(place)
                 if not bucket.missing_places:
-                    self._complete(bucket, self._on_ready)
+                    bucket.gather()
+                    self._on_ready(bucket.index)
 
         return handle_gradient
 
@@ -382,12 +384,8 @@ class GradientBuckets:
         for bucket in self._buckets:
             if bucket.missing_places:
                 bucket.missing_places = set()
-                self._complete(bucket, ready)
-
-    def _complete(self, bucket: GradientBucket, ready: Callable[[int], None]) -> None:
-        """Completes a bucket whose parameters have all been reached."""
-        bucket.gather()
-        ready(bucket.index)
+                bucket.gather()
+                ready(bucket.index)
 
 
 def build_buckets(

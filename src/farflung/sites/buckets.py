@@ -214,6 +214,7 @@ class SiteBuckets(GradientBuckets):
         self._site, self._should_check_gradients = site, should_check_gradients
         self._waits: dict[int, Callable[[], None]] = {}
         """Full buckets that have not been released, each with a function that waits for its copies."""
+        self._ready: Callable[[int], None]
         self._next_index = 0
         """Next bucket to release; all processes release them in this order."""
         super().__init__(named_parameters, bucket_nbytes)
@@ -242,9 +243,14 @@ class SiteBuckets(GradientBuckets):
 
     @override
     def arm(self, ready: Callable[[int], None]) -> None:
+        def handle_full(index: int) -> None:
+            self._waits[index] = record_stream(self[index].gradient.device)
+            if not self._should_hold:
+                self._release()
+
         self._waits.clear()
-        self._next_index = 0
-        super().arm(ready)
+        self._next_index, self._ready = 0, ready
+        super().arm(handle_full)
 
     @override
     def has_kept_gradients(self, parameter: nn.Parameter) -> bool:
@@ -265,29 +271,22 @@ class SiteBuckets(GradientBuckets):
         return not self._site.has_any(not super().is_finite())
 
     @override
-    def _complete(self, bucket: GradientBucket, ready: Callable[[int], None]) -> None:
-        bucket.gather()
-        self._waits[bucket.index] = record_stream(bucket.gradient.device)
-        if not self._should_hold:
-            self._release(ready)
-
-    @override
     def _fill_missing(self, ready: Callable[[int], None]) -> None:
         super()._fill_missing(ready)
         if self._should_check_gradients and self._site.has_any(
             not all(bucket.is_finite for bucket in self._site_buckets)
         ):
             self[0].gradient.fill_(math.nan)
-        self._release(ready)
+        self._release()
 
-    def _release(self, ready: Callable[[int], None]) -> None:
+    def _release(self) -> None:
         """Averages and announces full buckets by index, up to the first that is not full."""
         while (wait := self._waits.pop(self._next_index, None)) is not None:
             wait()
             bucket = self._site_buckets[self._next_index]
             bucket.average()
             self._next_index += 1
-            ready(bucket.index)
+            self._ready(bucket.index)
 
 
 def _count_replicas(parameter: Tensor) -> int:
