@@ -421,7 +421,7 @@ def test_the_reference_has_every_public_name_once_and_nothing_else() -> None:
 
 MOST_FUNCTIONS = 42
 """Of one class: as many as today's largest has."""
-MOST_BY_UNIT = {"comm": 27, "membership": 30, "wall": 26}
+MOST_BY_UNIT = {"comm": 27, "membership": 30, "wall": 27}
 """The same for some packages."""
 
 

@@ -60,6 +60,7 @@ class Engine:
       on_nonfinite: Policy for a loss that is not finite; see :class:`farflung.config.Training`.
       should_check_gradients: True to check gradients for this too, because the loss is unknown.
       steps: Number of steps of the run; ``None`` if unknown.
+      trace: Trace of a forward pass, if updates are deferred.
 
     Raises:
       Unsupported: no unit contains a bucket, a merge is named twice, or a fragment is on several devices.
@@ -78,6 +79,7 @@ class Engine:
         on_nonfinite: str = "stop",
         should_check_gradients: bool = False,
         steps: int | None = None,
+        trace: ForwardTrace | None = None,
     ) -> None:
         self._runtime, self._buckets, self._reducer, self._schedule = runtime, buckets, reducer, schedule
         self._on_nonfinite = on_nonfinite
@@ -100,6 +102,8 @@ class Engine:
         self.unused = UnusedParameters()
         self._metadata = PendingMetadata(self._unit_states.values(), runtime.comm.rank)
         self._schedule_state = schedule.init()
+        if trace is not None:
+            self._schedule_state = schedule.record_trace(self._schedule_state, self._sync_units, trace)
         self._plan = StepPlan(0, StepMetadata(0.0, 0.0), (), None, StepOutcome())
         self._has_local_steps = not schedule.is_gradient_only
         """True if ranks step on their own gradients, at some steps or all."""
@@ -125,10 +129,6 @@ class Engine:
         """Adds extensions before the first step, in an order that is equal on all ranks."""
         self._extensions += extensions
         self._metadata.extend(name for extension in extensions for name in extension.names)
-
-    def record_trace(self, trace: ForwardTrace) -> None:
-        """Passes a trace of the forward pass to the schedule, before the first step."""
-        self._schedule_state = self._schedule.record_trace(self._schedule_state, self._sync_units, trace)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -189,13 +189,18 @@ class Engine:
         for transfer in plan.fill(index):
             self._launch_transfer(transfer)
 
-    async def merge_gradients(self) -> bool:
+    async def merge_gradients(self, index: int | None = None) -> bool:
         """Applies mean gradients that are due; returns True if the optimizer should step, on them or on local ones.
+
+        Args:
+          index: Bucket whose deferred update alone is applied, before the next round begins; ``None``: all.
 
         Raises:
           NonFinite: a rank had a non-finite loss, or gradient if these are checked. It is raised on all ranks at the
             same step, before the update.
         """
+        if index is not None:
+            return await self._merge_bucket(index)
         if len(self._unapplied) > self._max_unapplied:
             await self._apply_pending()  # steps have been left out one after the other
         self._track_peak()
@@ -206,16 +211,6 @@ class Engine:
             self._has_stale_anchors |= self._has_local_steps
             return has_merged
         return self._has_local_steps and self._plan.metadata.is_finite
-
-    async def merge_bucket(self, index: int) -> bool:
-        """Waits for a bucket's mean gradient in flight and applies it; returns True if the optimizer should step on it.
-
-        With deferred updates this replaces :meth:`merge_gradients`, before the next round begins. Errors are the same.
-        """
-        arrivals = await self._collect([flight for flight in self.flights if flight.unit.number == index])
-        if any(flight.is_first_of_step for flight, _, _ in arrivals):
-            await self._report_arrival(arrivals[0])
-        return await self._apply_arrivals(arrivals)
 
     async def finish_round(self, *, has_updated: bool, should_apply: bool = True) -> StepOutcome:
         """Launches transfers of updates, applies those that are due, and ends the round.
@@ -477,6 +472,12 @@ class Engine:
             has_merged = await self._apply_arrivals(arrivals)
             await self._report_arrival(arrivals[0])
         return has_merged
+
+    async def _merge_bucket(self, index: int) -> bool:
+        arrivals = await self._collect([flight for flight in self.flights if flight.unit.number == index])
+        if any(flight.is_first_of_step for flight, _, _ in arrivals):
+            await self._report_arrival(arrivals[0])
+        return await self._apply_arrivals(arrivals)
 
     async def _apply_pending(self) -> bool:
         """Applies updates that were only awaited so far; returns True if the last ones changed anything."""

@@ -177,6 +177,9 @@ class Replica:
         )
         self.buckets = GradientBuckets(self.model.named_parameters(), components.bucket_nbytes)
         self._stop_agreement = StopAgreement(self.runtime, self.is_stop_requested)
+        trace = self._trace_forward(self.workload) if components.schedule.has_deferred_updates else None
+        if trace is not None:
+            self._use_order = trace.order
         self.engine = Engine(
             self.runtime,
             self.buckets,
@@ -186,12 +189,9 @@ class Replica:
             optimizer=self.optimizer,
             on_nonfinite=self.training.on_nonfinite,
             steps=self.training.steps,
+            trace=trace,
         )
         self.engine.restart()
-        if components.schedule.has_deferred_updates:
-            trace = self._trace_forward(self.workload)
-            self._use_order = trace.order
-            self.engine.record_trace(trace)
         self.accumulated_gradient = AccumulatedGradient(self.model)
         self.batch_loader = BatchLoader(
             self.runtime,
@@ -464,7 +464,7 @@ class Replica:
 
     async def _update_bucket(self, index: int) -> None:
         """Waits for a bucket's mean and steps the optimizer on it."""
-        if await self.engine.merge_bucket(index):
+        if await self.engine.merge_gradients(index):
             share = self.buckets.numels[index] / sum(self.buckets.numels)
             await self.runtime.compute(Cost("optimizer", 0, share=share), self.update)
         self.buckets.clear()
