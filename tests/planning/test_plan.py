@@ -49,6 +49,12 @@ def test_plan_has_a_row_of_each_recipe_and_continues_where_it_stopped(
     assert make_plan(tmp_path).to_json() == made.to_json()
 
 
+def test_score_to_reach_trains_the_reference_whole_beyond_the_budget() -> None:
+    made = farflung.plan(networks="wifi-10mbps", recipes=RECIPES[:1], target=-1e5, **SETTINGS)  # type: ignore[arg-type]
+    assert made.pilots > 1
+    assert {row.recipe: row.status for row in made.rows} == {RECIPES[0]: "reaches", REFERENCE: "reaches"}
+
+
 def build_row(recipe: str, **figures: object) -> PlanRow:
     row = PlanRow(recipe, "4g", 5000.0, 1.25, 0.99, "misses", gap=0.113, noise=0.0212)
     return replace(row, **figures)  # type: ignore[arg-type]
