@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 
 import farflung
 from farflung.cli.main import main
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, RunLost
+from farflung.network import NetworkProfile
 from farflung.planning import Plan, PlanRow, auto, plan_script, planner
 from farflung.recipes.planned import REFERENCE
 from farflung.report import render_text
+from farflung.wall import LaunchEnv
 
 HOME = """
 name = "home"
@@ -47,6 +50,12 @@ def test_plan_has_a_row_of_each_recipe_and_continues_where_it_stopped(
     monkeypatch.setattr(planner, "train_pilot", None)
     monkeypatch.setattr(planner, "time_recipe", None)
     assert make_plan(tmp_path).to_json() == made.to_json()
+
+
+def test_score_to_reach_trains_the_reference_whole_beyond_the_budget() -> None:
+    made = farflung.plan(networks="wifi-10mbps", recipes=RECIPES[:1], target=-1e5, **SETTINGS)  # type: ignore[arg-type]
+    assert made.pilots > 1
+    assert {row.recipe: row.status for row in made.rows} == {RECIPES[0]: "reaches", REFERENCE: "reaches"}
 
 
 def build_row(recipe: str, **figures: object) -> PlanRow:
@@ -199,3 +208,45 @@ def test_recipe_that_diverges_is_ruled_out() -> None:
     wild = "local_sgd(sync_every=4, learning_rate=1e30)"
     made = farflung.plan(recipes=[wild], networks="wifi-10mbps", **SETTINGS)  # type: ignore[arg-type]
     assert {row.recipe: row.status for row in made.rows} == {wild: "misses", REFERENCE: "reaches"}
+
+
+def choose_on_two_ranks(tmp_path: Path) -> list[str | BaseException]:
+    """Runs both ranks in threads of this process, over real sockets."""
+
+    def choose(rank: int) -> str | BaseException:
+        env = LaunchEnv(rank, 2, rank, 2, rendezvous_file=tmp_path / "meeting")
+        try:
+            return auto.choose_recipe({"workload": "synthetic/quadratic", "steps": 4}, env)
+        except (ConfigError, RunLost) as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(choose, range(2)))
+
+
+def test_rank_0_plans_for_all_on_the_network_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    networks: list[NetworkProfile] = []
+
+    def choose(workload: str, network: NetworkProfile, **settings: object) -> Plan:
+        del workload, settings
+        networks.append(network)
+        row = PlanRow("diloco")
+        return Plan([row], row, REFERENCE, 0.1, 4, 0.0, {}, False)
+
+    monkeypatch.setattr(auto, "plan", choose)
+    assert choose_on_two_ranks(tmp_path) == ["diloco", "diloco"]
+    (network,) = networks
+    assert (network.name, network.nodes) == ("probed", 2)
+
+
+def test_plan_that_fails_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> Plan:
+        raise ConfigError("nothing to plan")
+
+    monkeypatch.setattr(auto, "plan", refuse)
+    first, second = choose_on_two_ranks(tmp_path)
+    assert str(first) == "nothing to plan"
+    assert isinstance(second, RunLost)
+    assert "rank 0" in str(second)

@@ -8,7 +8,10 @@ from farflung import simulate
 from farflung.errors import Unsupported
 from farflung.planning import time_recipe
 from farflung.runs import SimulatedConfig
+from farflung.schedules import SCHEDULES
+from farflung.spec import build
 from farflung.telemetry import read_number
+from farflung.types import Bucket, Schedule, TensorSpec
 
 STEPS = 97
 SETTINGS = {"workload": "fashion-mnist/mlp", "workers": 2, "batch_size": 4, "evaluate_every": 0}
@@ -37,6 +40,34 @@ def test_pace_is_that_of_a_whole_training(recipe: str, network: str) -> None:
     assert pace.compute_seconds(STEPS) == pytest.approx(read_number(steps[-1], "t"), rel=0.005)
     assert 0 <= pace.waiting <= 1
     assert uncharged == run.summary.get("coding_not_charged", [])
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "synchronous",
+        "pipelined(width=3, warmup=4)",
+        "local_sgd(sync_every=5)",
+        "post_local_sgd(warmup=7, sync_every=4)",
+        "diloco(sync_every=6, warmup=9)",
+        "streaming_diloco(sync_every=8, fragments=4)",
+        "delayed(delay=4, period=3, warmup=5)",
+    ],
+)
+def test_transfers_repeat_after_a_period(schedule: str) -> None:
+    built: Schedule = build("schedule", schedule, SCHEDULES)
+    units = built.build_units([Bucket(index, TensorSpec((8,))) for index in range(4)])
+
+    def list_transfers(step: int) -> list[tuple[int, int]]:
+        transfers = built.plan(built.init(), units, step)
+        return [(transfer.unit.index, transfer.merge_step - step) for transfer in transfers]
+
+    steps = range(built.warmup, built.warmup + built.period)
+    pattern = [list_transfers(step) for step in steps]
+    assert any(pattern)
+    assert pattern == [list_transfers(step + built.period) for step in steps]
+    for period in range(1, built.period):
+        assert pattern != [list_transfers(step + period) for step in steps]
 
 
 def test_bytes_are_those_of_a_whole_training() -> None:

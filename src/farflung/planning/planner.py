@@ -190,7 +190,8 @@ def plan(
         errors of a score on the test set.
       target: Score to reach instead, for which synchronous SGD with 16 bits is trained whole.
       share: Length of the main pilot over that of the training.
-      budget: Steps of all pilots over those of the training, after which no other recipe is tried.
+      budget: Steps of all pilots over those of the training, after which no other recipe is tried; the whole training
+        for ``target`` is not counted.
       seeds: Seeds of the pilots.
       loop: Loop that is to train: ``train`` for ``farflung train``, ``attach`` or ``ddp_hook``.
       device: Device of each replica: a name, a TOML file or a profile.
@@ -422,12 +423,15 @@ def _find_tolerance(search: Search, within: float | None, target: float | None) 
     Raises:
       ConfigError: The tolerance or the budget is too small, or the target is above what the reference reaches.
     """
-    steps = search.steps if target is not None else search.pilot_steps[0]
+    steps = search.pilot_steps[0]
     if steps > search.budget_steps:
         raise ConfigError(
             f"--budget {search.budget_steps / search.steps:g}: the reference alone takes "
             f"{steps / search.steps:.2g} trainings"
         )
+    if target is not None:  # a whole training beyond the budget
+        steps = search.steps
+        search.budget_steps += steps
     scores = search.run_pilots(search.reference, steps)[0].scores
     resolution = 2 * float(scores.std()) / len(scores) ** 0.5
     if target is not None:
