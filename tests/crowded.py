@@ -56,14 +56,14 @@ def scenario() -> None:
         first = members.comms[0]
         with crowd(first.session.transport.local_peer.address_text):
             members.meet().exchange(1)
-            members.until(lambda: not members.transports[0].handshaker.connections)
-        assert first.session.transport.num_rejected > 0
+            members.until(lambda: not members.transports[0].handshaker.unauthenticated)
+        assert first.session.transport.refusals.num_connections > 0
         before = descriptors()
         with crowd(first.session.transport.local_peer.address_text):
             for number in range(2, 20):
                 members.exchange(number)
             assert descriptors() <= before + 4  # pipes to the crowd
-        assert [comm.session.end_error for comm in members.comms] == [None, None]
+        assert [comm.session.mailbox.ended.error for comm in members.comms] == [None, None]
 
 
 def late_scenario() -> None:
@@ -86,12 +86,12 @@ def late_scenario() -> None:
                         link.send(FRAME)
                 members.raw(2, 0, *forged(RelayRoute(1, 0, 0)))
                 assert descriptors() < LIMIT
-            members.until(lambda: members.views[-1].ready.is_done)
+            members.until(lambda: members.views[-1].members.ready.is_done)
             members.exchange(2, 0, 2)
         assert resident_nbytes() - before < 100 << 20
-        assert members.transports[0].num_refused == 50
-        assert members.transports[0].num_rejected > 0
-        assert [comm.session.end_error for comm in members.comms] == [None] * 3
+        assert members.transports[0].refusals.num_messages == 50
+        assert members.transports[0].refusals.num_connections > 0
+        assert [comm.session.mailbox.ended.error for comm in members.comms] == [None] * 3
 
 
 def resident_nbytes() -> int:

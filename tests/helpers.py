@@ -165,9 +165,8 @@ def decode(frames: Sequence[Frame], *, max_nbytes: int) -> Message:
     """
     if not frames:
         raise WireError("no head")
-    head = read_head(frames[0])
-    head.check(max_nbytes)
-    if [len(frame) for frame in frames[1:]] != head.large_nbytes:
+    head = read_head(frames[0], max_nbytes)
+    if [len(frame) for frame in frames[1:]] != head.layout.large_nbytes:
         raise WireError("other frames than described")
     large = [torch.frombuffer(frame, dtype=torch.uint8).clone() for frame in frames[1:]]
     return head.build_message(large)
@@ -255,7 +254,7 @@ class Cluster:
 
     def run(self, size: int, body: Callable[[Runtime, int], Coroutine[Pending[Any], None, T]]) -> list[T]:
         """Runs ``body(runtime, exchange)`` on every rank's communication thread; their results in rank order."""
-        if any(runtime.session.end_error for runtime in self._groups.get(size, [])):
+        if any(runtime.session.mailbox.ended.error for runtime in self._groups.get(size, [])):
             parted(self._groups.pop(size))
         if size not in self._groups:
             self._groups[size] = joined(size)
@@ -319,9 +318,9 @@ class Group:
     def meet(self) -> Group:
         """Connects all that have not been connected yet, and waits for them to greet each other."""
         for view in self.views:
-            if not view._addresses:
-                view.connect(self.peers)
-        self.until(lambda: all(view.ready.is_done for view in self.views))
+            if not view.members.remaining_ranks:
+                view.members.connect(self.peers)
+        self.until(lambda: all(view.members.ready.is_done for view in self.views))
         return self
 
     def until(self, condition: Callable[[], bool]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import threading
@@ -12,10 +11,9 @@ from typing import Any
 
 import torch
 
-from farflung.comm import ConnectionTraffic, Listener, Peer
+from farflung.comm import ConnectionTraffic, EventLoop, Listener, Peer, Refusals
 from farflung.comm.keys import Keys
-from farflung.comm.loop import EventLoop
-from farflung.comm.wire import Frame, Message, WireError, read_head
+from farflung.comm.wire import Frame, read_head
 from farflung.errors import PeerLost
 from farflung.tasks import Pending, create_completed, create_failed
 
@@ -29,27 +27,27 @@ _lock = threading.Lock()
 class InMemoryTransport:
     """See :class:`farflung.comm.Transport`; what it is not asked for it ignores."""
 
+    listener: Listener
+
     def __init__(self, rank: int, size: int, **options: Any) -> None:
         del size, options
         self.local_peer = Peer(rank, f"tcp://127.0.0.1:{1 + rank}", secrets.token_bytes(16))
         self.keys: Keys | None = None
-        self.num_refused = self.num_rejected = self.queued_nbytes = 0
+        self.refusals, self.queued_nbytes = Refusals(self.local_peer), 0
         self.max_nbytes = 1 << 31
-        self._listener: Listener | None = None
         self._peers: dict[int, Peer] = {}
         self._arrived: deque[tuple[bytes, list[bytearray] | None]] = deque()
         """The token of each sender and its frames; ``None``: it has closed."""
         self._taken: Counter[int] = Counter()
         """Messages that have arrived, by rank."""
         self._ear, self._bell = os.pipe()
-        self._loop = EventLoop()
-        self._loop.watch(self._ear, readable=self._heard)
+        self.loop = EventLoop()
+        self.loop.watch(self._ear, readable=self._heard)
         with _lock:
             _here[self.local_peer.token] = self
 
-    def connect_peers(self, peers: Sequence[Peer], listener: Listener, *, is_reconnect: bool = False) -> None:
+    def connect_peers(self, peers: Sequence[Peer], *, is_reconnect: bool = False) -> None:
         del is_reconnect
-        self._listener = listener
         self._peers.update({peer.rank: peer for peer in peers})
         os.write(self._bell, b"!")
 
@@ -62,10 +60,6 @@ class InMemoryTransport:
     def accept_visits(self, key: bytes, answer: Callable[[bytes], bytes]) -> None:
         del key, answer
 
-    def get_idle_s(self, rank: int) -> float:
-        del rank
-        return math.inf
-
     def get_traffic(self, rank: int) -> ConnectionTraffic:
         return ConnectionTraffic(self._taken[rank], 0)
 
@@ -75,17 +69,10 @@ class InMemoryTransport:
 
     def send(self, rank: int, frames: Sequence[Frame], *, priority: int = 0, view: int = 0) -> Pending[None]:
         del priority, view
-        try:
-            self.send_control(rank, frames)
-        except PeerLost as error:
-            return create_failed(error)
-        return create_completed(None)
-
-    def send_control(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
-        del last
         peer = self._peers.get(rank)
         if peer is None or not self._tell(peer.token, [bytearray(frame) for frame in frames]):
-            raise PeerLost(rank, "its connection is gone")
+            return create_failed(PeerLost(rank, "its connection is gone"))
+        return create_completed(None)
 
     def _tell(self, token: bytes, frames: list[bytearray] | None) -> bool:
         with _lock:
@@ -98,14 +85,8 @@ class InMemoryTransport:
     def withdraw(self, view: int) -> None:
         del view
 
-    def watch(self, fd: int, readable: Callable[[], None]) -> None:
-        self._loop.watch(fd, readable=readable)
-
-    def call_later(self, seconds: float, fn: Callable[[], object]) -> None:
-        self._loop.call_later(seconds, fn)
-
     def poll(self, timeout_s: float | None) -> None:
-        self._loop.run_once(timeout_s)
+        self.loop.run_once(timeout_s)
 
     def _heard(self) -> None:
         os.read(self._ear, 4096)
@@ -117,22 +98,13 @@ class InMemoryTransport:
         if rank is None:
             self._arrived.append((token, frames))  # until it is admitted
             return
-        assert self._listener is not None
         self._taken[rank] += 1
         if frames is None:
-            self._listener.handle_close(rank)
+            self.listener.handle_close(rank)
             return
-        try:
-            self._listener.handle_message(rank, self._message(frames))
-        except WireError:
-            self.num_refused += 1
-
-    def _message(self, frames: list[bytearray]) -> Message:
-        head = read_head(frames[0])
-        head.check(self.max_nbytes)
-        return head.build_message(
-            [torch.frombuffer(frame, dtype=torch.uint8).clone() for frame in frames[1:]]
-        )
+        head = read_head(frames[0], self.max_nbytes)
+        tensors = [torch.frombuffer(frame, dtype=torch.uint8).clone() for frame in frames[1:]]
+        self.listener.handle_message(rank, head.build_message(tensors))
 
     def close(self, *, linger: bool) -> None:
         del linger
@@ -140,6 +112,6 @@ class InMemoryTransport:
             self._tell(peer.token, None)
         with _lock:
             del _here[self.local_peer.token]
-        self._loop.close()
+        self.loop.close()
         os.close(self._ear)
         os.close(self._bell)

@@ -22,8 +22,8 @@ class Late(Group):
 
     def meet(self) -> Group:
         for view in self.views[:-1]:
-            view.connect(self.peers[:-1])
-        self.until(lambda: all(view.ready.is_done for view in self.views[:-1]))
+            view.members.connect(self.peers[:-1])
+        self.until(lambda: all(view.members.ready.is_done for view in self.views[:-1]))
         return self
 
     def newcomer(self, settings: dict[str, Any] | None = None) -> ViewSession:
@@ -45,5 +45,5 @@ class Late(Group):
 
     def admit(self) -> None:
         for view in self.views[:-1]:
-            view.admit(self.peers[-1])
-        self.views[-1].connect(self.peers)
+            view.members.admit(self.peers[-1])
+        self.views[-1].members.connect(self.peers)

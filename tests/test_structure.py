@@ -421,7 +421,7 @@ def test_the_reference_has_every_public_name_once_and_nothing_else() -> None:
 
 MOST_FUNCTIONS = 42
 """Of one class: as many as today's largest has."""
-MOST_BY_UNIT = {"comm": 34, "membership": 34, "wall": 26}
+MOST_BY_UNIT = {"comm": 27, "membership": 30, "wall": 26}
 """The same for some packages."""
 
 
@@ -447,7 +447,7 @@ def test_no_class_grows_beyond_the_largest() -> None:
     assert {unit: largest[unit] for unit in MOST_BY_UNIT} == MOST_BY_UNIT, "lower a bound, or part a class"
 
 
-SMALL_ROOMS = ("engine",)
+SMALL_ROOMS = ("comm", "engine", "membership")
 """Packages whose classes stay below both bounds."""
 FEW_FUNCTIONS, FEW_METHODS = 30, 12
 """Of one class there, and of those the public ones that are no properties."""

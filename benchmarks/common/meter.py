@@ -7,18 +7,23 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self
+from unittest.mock import patch
 
 from farflung.comm import ExchangeChannel
-from farflung.types import CodingCost
+from farflung.engine.reducer_states import ReducerStates
 
 __all__ = ["MAIN", "ROLES", "Memory", "Meter"]
 
-T = TypeVar("T")
 ROLES = (MAIN, COMMUNICATION, OTHERS) = ("main thread", "communication thread", "gloo and others")
 """Threads of a process, by what they do."""
+BOUNDS = (
+    *((ExchangeChannel, name) for name in ("reserve_hops", "send", "recv", "wait_computed")),
+    (ReducerStates, "update"),
+)
+"""Methods that end a charged operation."""
 TASKS = Path("/proc/self/task")
 STATUS = Path("/proc/self/status")
 FORGET = Path("/proc/self/clear_refs")
@@ -30,23 +35,38 @@ class Meter:
 
     def __init__(self) -> None:
         self._coding_s: defaultdict[str, float] = defaultdict(float)
+        self._running: dict[int, tuple[str, float]] = {}
+        """Charged operation of each thread, and the thread's time when it began."""
 
     @contextmanager
     def stopwatch(self) -> Iterator[None]:
-        """Inside, all that exchanges compute is timed, which takes microseconds itself."""
-        compute, coding_s = ExchangeChannel.compute, self._coding_s
+        """Inside, charged operations are timed until the channel's next call, which takes microseconds itself."""
+        charge = ExchangeChannel.charge
 
-        def timed(channel: ExchangeChannel, cost: CodingCost, fn: Callable[[], T]) -> T:
-            begin = time.thread_time()
-            value = compute(channel, cost, fn)
-            coding_s[cost.operation] += time.thread_time() - begin
-            return value
+        def begin(channel: ExchangeChannel, operation: str, *args: Any) -> None:
+            self._end_operation()
+            charge(channel, operation, *args)
+            self._running[threading.get_ident()] = operation, time.thread_time()
 
-        ExchangeChannel.compute = timed  # type: ignore[method-assign, assignment]
-        try:
+        def bound(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                self._end_operation()
+                value = method(*args, **options)
+                self._end_operation()
+                return value
+
+            return call
+
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(ExchangeChannel, "charge", begin))
+            for owner, name in BOUNDS:
+                patches.enter_context(patch.object(owner, name, bound(getattr(owner, name))))
             yield
-        finally:
-            ExchangeChannel.compute = compute  # type: ignore[method-assign]
+
+    def _end_operation(self) -> None:
+        operation, begin_s = self._running.pop(threading.get_ident(), ("", 0.0))
+        if operation:
+            self._coding_s[operation] += time.thread_time() - begin_s
 
     def read(self) -> dict[str, float]:
         """So far: processor milliseconds of each thread, those of exchanges' arithmetic by operation, and kB sent.

@@ -1,10 +1,10 @@
-"""The networks that the simulator is judged on: named ones, and as many drawn by a seed as it was not tuned on."""
+"""The networks that the simulator is judged on: named ones, drawn ones that it was not tuned on, and six hard ones."""
 
 from __future__ import annotations
 
 from random import Random
 
-__all__ = ["DRAWN", "NAMED", "drawn"]
+__all__ = ["DRAWN", "HARD", "NAMED", "drawn"]
 
 NAMED = ("wifi-10mbps", "wifi-100mbps", "four-regions", "lan-1g")
 DRAWN = 12
@@ -40,17 +40,8 @@ def drawn(seed: int, nodes: int) -> dict[str, str]:
         up, down = (slow, fast) if random.random() < 0.5 else (fast, slow)
         slower = _between((1, min(ONE_NODE[1], slow / SLOWEST)), one_node)
         name = f"drawn {seed}.{number}"
-        found[name] = "\n".join(
-            [
-                f'name = "{name}"',
-                "[default]",
-                f"latency_s = {_between(DELAY_MS, delay) / 1e3:.3g}",
-                f"loss = {_between(LOSS, 2 * loss - 1) if loss >= 0.5 else 0.0:.2g}",
-                *_site("most", nodes - 1, up, down),
-                *_site("one", 1, up / slower, down / slower),
-                "",
-            ]
-        )
+        lost = _between(LOSS, 2 * loss - 1) if loss >= 0.5 else 0.0
+        found[name] = _profile(name, nodes, _between(DELAY_MS, delay), up, down, lost, slower)
     return found
 
 
@@ -65,6 +56,28 @@ def _between(ends: Range, share: float) -> float:
     return float(low * (high / low) ** share)
 
 
+def _profile(
+    name: str,
+    nodes: int,
+    delay_ms: float,
+    up_mbps: float,
+    down_mbps: float,
+    loss: float = 0.0,
+    slower: float = 1.0,
+) -> str:
+    return "\n".join(
+        [
+            f'name = "{name}"',
+            "[default]",
+            f"latency_s = {delay_ms / 1e3:.3g}",
+            f"loss = {loss:.2g}",
+            *_site("most", nodes - 1, up_mbps, down_mbps),
+            *_site("one", 1, up_mbps / slower, down_mbps / slower),
+            "",
+        ]
+    )
+
+
 def _site(name: str, nodes: int, up_mbps: float, down_mbps: float) -> list[str]:
     return [
         "[[site]]",
@@ -73,3 +86,17 @@ def _site(name: str, nodes: int, up_mbps: float, down_mbps: float) -> list[str]:
         f"up_bps = {up_mbps * 1e6:.3g}",
         f"down_bps = {down_mbps * 1e6:.3g}",
     ]
+
+
+HARD = {
+    name: _profile(name, 4, *quantities)
+    for name, quantities in {
+        "asymmetric 8:1": (20, 5, 40),
+        "200 ms one way": (200, 20, 20),
+        "300 ms one way": (300, 20, 20),
+        "one slow node": (20, 50, 50, 0.0, 10),
+        "1 % loss": (20, 20, 20, 0.01),
+        "2 % loss": (20, 20, 20, 0.02),
+    }.items()
+}
+"""Networks of four nodes as TOML profiles, by name, each with one difficulty for a model of TCP."""

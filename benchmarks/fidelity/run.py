@@ -17,9 +17,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.common import Benchmark, Group, Kept, Measured, main  # noqa: E402
 from benchmarks.common.results import load_results  # noqa: E402
 from benchmarks.fidelity.cells import PACED, Cell, calibrated, compared, measured, use  # noqa: E402
-from benchmarks.fidelity.networks import NAMED, drawn  # noqa: E402
+from benchmarks.fidelity.networks import HARD, NAMED, drawn  # noqa: E402
 from benchmarks.fidelity.order import Timed, agreement, tau, without_one  # noqa: E402
-from benchmarks.fidelity.recipes import CODED, DENSE, PERIODS, UNPACED, dealt  # noqa: E402
+from benchmarks.fidelity.recipes import CODED, DENSE, PERIODS, RECIPES, UNPACED, dealt  # noqa: E402
 
 FOLDER = Path(__file__).parent
 NODES, UNPACED_NODES = 4, 2
@@ -36,6 +36,10 @@ MEDIAN, WORST, BYTES, UNPACED_ERROR, ORDER = (
     "bytes against interface counters",
     "median error of recipes with codecs, unpaced devices as calibrated, wifi-100mbps and lan-1g",
     "order of recipes by step time kept, all networks",
+)
+HARD_MEDIAN, HARD_WORST = (
+    "median error on six hard networks, ten recipes",
+    "worst error on six hard networks, ten recipes",
 )
 USE = "utilisation, simulated against lab, 4 periods x 4 bandwidths"
 BANDWIDTHS = ("wifi-10mbps", "wifi-50mbps", "wifi-100mbps", "lan-1g")
@@ -97,6 +101,31 @@ def measure(quick: bool) -> Mapping[str, Measured]:
                 )
             }
         ),
+    }
+
+
+def measure_hard(quick: bool) -> Mapping[str, Measured]:
+    """All recipes and local SGD on networks of one difficulty each; cells of this commit and seed are kept."""
+    kept = Kept(FOLDER, "hard", quick=quick)
+    seed = seed_of(kept)
+    cells = [
+        Cell(network, profile, recipe, NODES, paced=True, seed=seed)
+        for network, profile in HARD.items()
+        for recipe in (*RECIPES, "every 8")
+    ]
+    found, refused = run(cells[: 1 if quick else None], kept, quick)
+    counted = [cell for cell in found if cell["overran"] < OVERRAN_AT_MOST]
+    timed = [error for cell in counted for error in (cell["error"], cell["short_error"])]
+    config = {
+        "seed": seed,
+        "cells": [{key: cell[key] for key in _SAID} for cell in counted],
+        "overran": [f"{cell['network']}: {cell['recipe']}" for cell in found if cell not in counted],
+        "networks_refused": refused,
+        "nodes": NODES,
+    }
+    return {
+        HARD_MEDIAN: Measured(statistics.median(timed), median_within(timed), config),
+        HARD_WORST: Measured(max(timed), None, {"seed": seed, "comparisons": len(timed)}),
     }
 
 
@@ -211,6 +240,7 @@ BENCHMARK = Benchmark(
     FOLDER,
     [
         Group((MEDIAN, WORST, BYTES, UNPACED_ERROR, ORDER), measure, "measured", 55.0, CANARIES),
+        Group((HARD_MEDIAN, HARD_WORST), measure_hard, "measured", 50.0, (*CANARIES, "preset local_sgd")),
         Group((USE,), used, "measured", 8.0, ("preset local_sgd",)),
     ],
 )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Benchmark, Group, Measured, main, torchrun
+from benchmarks.overhead.large import DDP, DDP_VIEWS, compare_checkpoints
 
 ROUNDS = 21
 ROWS = {
@@ -32,6 +35,7 @@ ROWS = {
         "attach:mlp+encrypted",
         0.8,
     ),
+    "attach, 2 processes, 1,000 tensors of 1,000 numbers, synchronous": (2, "attach:tensors", 1.5),
 }
 """How many processes do what, and about how many minutes that takes."""
 
@@ -85,6 +89,48 @@ def measure_gpt2(how: str, quick: bool) -> Mapping[str, Measured]:
     }
 
 
+PEAK_STEPS = 8
+SYSTEMS = (DDP, DDP_VIEWS, *RECIPES, "streaming_diloco(sync_every=4)")
+MODELS = {"403 MB": "matrices", "GPT-2 124M": "gpt2"}
+"""Whose peak memory is measured with each system; the first has 24 matrices."""
+
+
+def measure_peak(model: str, system: str, quick: bool) -> Mapping[str, Measured]:
+    """One row: most memory of rank 0 in two processes, beside the model, in models."""
+    result = _train_large(model, system, PEAK_STEPS, 0, quick)
+    return {f"{model}, {system}, peak memory": Measured(result["peak_models"], None, result)}
+
+
+ROUND = "403 MB, diloco, a round after the first, loopback"
+ROUND_COUNT = 11
+
+
+def measure_round(quick: bool) -> Mapping[str, Measured]:
+    """One row: the median of the rounds behind the first, with the quartiles as spread."""
+    result = _train_large("403 MB", "diloco(sync_every=2)", 2, 3 if quick else ROUND_COUNT, quick)
+    low, middle, high = statistics.quantiles(result["round_over_gloo"], n=4)
+    return {ROUND: Measured(middle, (low, high), result)}
+
+
+def _train_large(model: str, system: str, steps: int, rounds: int, quick: bool) -> dict[str, Any]:
+    what = (MODELS[model] + " small" * quick, system, str(steps), str(rounds))
+    (result,) = torchrun(2, "benchmarks.overhead.large", *what)
+    return {"processes": 2, "what": what, "seeds": [0], **result}
+
+
+CHECKPOINT = "800 MB of state, checkpoint written and synced"
+CHECKPOINT_ROUNDS = 11
+
+
+def measure_checkpoint(quick: bool) -> Mapping[str, Measured]:
+    """One row: medians over rounds in which both write in random order, with the quartiles as spread."""
+    ours_s, torch_s = compare_checkpoints(*((1 << 20, 3) if quick else (800_000_000, CHECKPOINT_ROUNDS)))
+    ratios = [ours / theirs for ours, theirs in zip(ours_s, torch_s, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    config = {"seeds": [], "rounds": len(ratios), "ours_s": ours_s, "torch_s": torch_s}
+    return {CHECKPOINT: Measured(middle, (low, high), config)}
+
+
 CANARIES = ("preset synchronous", "synchronous")
 BENCHMARK = Benchmark(
     Path(__file__).parent,
@@ -101,6 +147,21 @@ BENCHMARK = Benchmark(
             CANARIES,
         )
         for how in RECIPES
+    ]
+    + [
+        Group(
+            (f"{model}, {system}, peak memory",),
+            partial(measure_peak, model, system),
+            "measured",
+            1.0,
+            CANARIES,
+        )
+        for model in MODELS
+        for system in SYSTEMS
+    ]
+    + [
+        Group((ROUND,), measure_round, "measured", 1.5, ("preset diloco",)),
+        Group((CHECKPOINT,), measure_checkpoint, "measured", 1.5, CANARIES),
     ],
 )
 

@@ -139,16 +139,19 @@ class Sides:
 
 
 def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
-    """The same loop around both; ``detail`` is ``mlp`` or ``resnet20``, with ``+encrypted`` behind it."""
+    """The same loop around both; ``detail`` is ``mlp``, ``tensors`` or ``resnet20``, with ``+encrypted`` behind it."""
     name, _, option = detail.partition("+")
+    shape = {"mlp": (784,), "tensors": (1000,)}.get(name, (3, 32, 32))
 
     def made() -> nn.Module:
         if name == "mlp":
             torch.manual_seed(0)
             return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+        if name == "tensors":
+            return ManyTensors()
         return create_workload("cifar10/resnet20").build_model(create_generator(0, "model"))
 
-    inputs = torch.randn(BATCH, *((784,) if name == "mlp" else (3, 32, 32)))
+    inputs = torch.randn(BATCH, *shape)
     targets = torch.randint(10, (BATCH,))
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
@@ -169,6 +172,18 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
         handle.finish,
         60 if name == "mlp" else 8,
     )
+
+
+class ManyTensors(nn.Module):
+    """Linear layer whose 1,000 outputs have a parameter tensor of 1,000 numbers each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(1000)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Returns the outputs of a batch."""
+        return torch.stack([inputs[0] @ row for row in self.rows]).expand(len(inputs), -1)
 
 
 def gpt2(detail: str, rank: int, size: int, store: dist.Store) -> Sides:

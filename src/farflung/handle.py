@@ -173,7 +173,7 @@ def attach(
         max_unreceived_nbytes=math.inf if elastic else None,
     )
     try:
-        runtime.session.leave_detail += _JOIN_HINT
+        runtime.session.members.leave_detail += _JOIN_HINT
         runtime.limit_messages(itertools.chain(model.parameters(), model.buffers()))
         if needs_closure(optimizer) and not parts.schedule.is_synchronous:
             raise Unsupported(

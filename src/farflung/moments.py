@@ -39,17 +39,20 @@ def get_momentum(optimizer: torch.optim.Optimizer) -> float:
     return max(float(group.get("momentum", (group.get("betas") or (0.0,))[0])) for group in groups)
 
 
-def check_averageable(optimizer: torch.optim.Optimizer) -> None:
+def check_averageable(optimizer: torch.optim.Optimizer, advice: str) -> None:
     """Checks that :func:`collect_moments` supports an optimizer.
+
+    Args:
+      optimizer: Optimizer whose moments are to be averaged.
+      advice: What to do if they cannot be, for the error.
 
     Raises:
       ConfigError: The optimizer's state is unknown.
     """
     if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.AdamW):
         raise ConfigError(
-            f"optimizer_state='averaged': the state of {get_optimizer_name(optimizer)} is not known, only that "
-            f"of SGD, Adam and "
-            "AdamW: use 'kept' or 'reset'"
+            f"the moments of {get_optimizer_name(optimizer)} cannot be averaged, only those of SGD, Adam and AdamW: "
+            f"{advice}"
         )
 
 

@@ -9,13 +9,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from farflung.errors import CheckpointError
@@ -26,16 +25,37 @@ from farflung.types import Json, State
 __all__ = ["load_tree", "pack_tree", "save_tree", "unpack_tree"]
 
 _META = "farflung"
-_FORMAT = 4
+_FORMAT = 5
 """Version of the file format, incremented by every incompatible change of checkpoints."""
 _NO_DIGEST = "0" * 64
 _DIGEST = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')
 """Pattern of the digest in a header, which contains JSON as a string inside JSON."""
 _BLOCK = 1 << 20
+_DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+"""Names in the format of safetensors."""
 
 
 def save_tree(path: Path, tree: State) -> None:
     """Writes nested dicts of tensors and JSON values to a file atomically.
+
+    Each tensor is hashed as it is written, without a copy if it is contiguous and on a CPU.
 
     Raises:
       StorageError: The file cannot be written.
@@ -43,18 +63,23 @@ def save_tree(path: Path, tree: State) -> None:
     tensors: dict[str, Tensor] = {}
     values: dict[str, Json] = {}
     _flatten(tree, "", tensors, values)
-    metadata = {_META: json.dumps({"format": _FORMAT, "sha256": _NO_DIGEST, "values": values})}
-    flat = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    # The widest numbers go first, so that all are aligned when the file is mapped.
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+    header = _build_header(tensors, values)
 
     def write(partial: Path) -> None:
-        try:
-            save_file(flat, partial, metadata)
-        except SafetensorError as error:  # its text contains the system's error
-            raise OSError(str(error)) from None
-        with partial.open("r+b") as file:
-            _, offset, digest = _compute_digest(file)
-            file.seek(offset)
-            file.write(digest)
+        checksum = hashlib.sha256(header)
+        with partial.open("wb") as file:
+            file.write(header)
+            for block in _iter_blocks(tensors.values()):
+                checksum.update(block)
+                file.write(block)
+                # The kernel begins to write to the disk, in place of waiting for the end.
+                os.posix_fadvise(file.fileno(), file.tell() - len(block), len(block), os.POSIX_FADV_DONTNEED)
+            match = _DIGEST.search(header)
+            assert match is not None
+            file.seek(match.start(1))
+            file.write(checksum.hexdigest().encode())
             file.flush()
             os.fsync(file.fileno())
 
@@ -136,6 +161,31 @@ def _read_header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
             "use the version that wrote it, or start the run anew"
         )
     return dict(header)
+
+
+def _build_header(tensors: Mapping[str, Tensor], values: Mapping[str, Json]) -> bytes:
+    """Builds the length and header of a safetensors file, without a digest; tensors follow it in their order."""
+    content = json.dumps({"format": _FORMAT, "sha256": _NO_DIGEST, "values": values})
+    header: dict[str, Json] = {"__metadata__": {_META: content}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _iter_blocks(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    """Yields the bytes of tensors in blocks, in the order of their elements."""
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        for block in flat.split(_BLOCK):
+            yield block.numpy().data
 
 
 def _compute_digest(file: IO[bytes]) -> tuple[bytes, int, bytes]:

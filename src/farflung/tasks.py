@@ -23,24 +23,16 @@ class Pending(Generic[T]):
     so the first of several reasons to end a wait wins.
     """
 
-    __slots__ = ("_callbacks", "_error", "_is_done", "_lock", "_value")
+    __slots__ = ("_callbacks", "_lock", "_value", "error", "is_done")
 
     def __init__(self) -> None:
-        self._is_done = False
+        self.is_done = False
+        """True if a value or an error has been set."""
+        self.error: BaseException | None = None
+        """Error that was set, if any."""
         self._value: T | None = None
-        self._error: BaseException | None = None
         self._callbacks: list[Callable[[Pending[T]], None]] = []
         self._lock = threading.Lock()
-
-    @property
-    def is_done(self) -> bool:
-        """Returns True if a value or an error has been set."""
-        return self._is_done
-
-    @property
-    def error(self) -> BaseException | None:
-        """Error that was set, if any."""
-        return self._error
 
     def set_result(self, value: T) -> None:
         """Completes this result with a value."""
@@ -52,13 +44,13 @@ class Pending(Generic[T]):
 
     def follow(self, source: Pending[T]) -> None:
         """Completes this result once ``source`` completes, with the same value or error."""
-        source.add_done_callback(lambda _: self._complete(source._value, source._error))
+        source.add_done_callback(lambda _: self._complete(source._value, source.error))
 
     def _complete(self, value: T | None, error: BaseException | None) -> None:
         with self._lock:
-            if self._is_done:
+            if self.is_done:
                 return
-            self._value, self._error, self._is_done = value, error, True
+            self._value, self.error, self.is_done = value, error, True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(self)
@@ -66,7 +58,7 @@ class Pending(Generic[T]):
     def add_done_callback(self, callback: Callable[[Pending[T]], None]) -> None:
         """Calls ``callback(self)`` at completion on the completing thread, or immediately if done."""
         with self._lock:
-            if not self._is_done:
+            if not self.is_done:
                 self._callbacks.append(callback)
                 return
         callback(self)
@@ -77,15 +69,15 @@ class Pending(Generic[T]):
         Raises:
           RuntimeError: The result is not done.
         """
-        if not self._is_done:
+        if not self.is_done:
             raise RuntimeError("the result is not there yet")
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return cast(T, self._value)
 
     def wait_until_done(self) -> None:
         """Blocks the calling thread until done; every wait inside a runtime ends by its deadline."""
-        if not self._is_done:
+        if not self.is_done:
             # Uses a plain lock, since an Event acquires the interpreter lock several times more.
             completion = threading.Lock()
             completion.acquire()
@@ -98,7 +90,7 @@ class Pending(Generic[T]):
         return self.result()
 
     def __await__(self) -> Generator[Pending[Any], None, T]:
-        if not self._is_done:
+        if not self.is_done:
             yield self
         return self.result()
 
@@ -145,7 +137,7 @@ class Task(Pending[T]):
             schedule(self._step)
 
     def _step(self) -> None:
-        if self._is_done:
+        if self.is_done:
             self._coroutine.close()
             return
         try:

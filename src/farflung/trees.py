@@ -16,6 +16,7 @@ __all__ = [
     "clone_shared",
     "has_only_seeds",
     "has_shared_memory",
+    "has_tensors",
     "list_keys",
     "map_tensors",
     "pack_tensors",
@@ -54,6 +55,15 @@ def _has_only_seeds(tree: State) -> bool:
     return all(
         key == "seed" or (isinstance(node, dict) and _has_only_seeds(node)) for key, node in tree.items()
     )
+
+
+def has_tensors(tree: object) -> bool:
+    """Returns True if nested dicts, lists and tuples hold any tensor with elements."""
+    if isinstance(tree, Tensor):
+        return tree.numel() > 0
+    if isinstance(tree, dict):
+        return any(map(has_tensors, tree.values()))
+    return isinstance(tree, list | tuple) and any(map(has_tensors, tree))
 
 
 def list_keys(tree: State, prefix: str = "") -> set[str]:

@@ -11,7 +11,6 @@ from benchmarks.compression_pays.accuracy import RATES, SEEDS, TIGHTER, Equality
 from benchmarks.compression_pays.methods import SYNCHRONOUS
 from farflung.comm import ExchangeChannel
 from farflung.sim import VirtualWorld
-from farflung.types import CodingCost
 
 
 class Table:
@@ -90,11 +89,15 @@ def test_a_tighter_setting_is_tried_where_the_looser_one_is_equal(looser: float,
 
 def test_a_meter_tells_threads_apart_and_what_exchanges_compute() -> None:
     meter = Meter()
-    before, plain = meter.read(), ExchangeChannel.compute
+    before, plain = meter.read(), ExchangeChannel.charge
     channel = ExchangeChannel(VirtualWorld(1).runtimes[0].comm, 1, 0)
-    cost = CodingCost("encode", "int8", 8)
     with meter.stopwatch():
-        assert channel.compute(cost, lambda: sum(range(100_000))) == 4999950000
-    added = meter.since(before)
-    assert 0 < added["coding: encode"] <= added[MAIN]
-    assert ExchangeChannel.compute is plain
+        channel.charge("encode", 8, "int8")
+        assert sum(range(100_000)) == 4999950000
+        channel.reserve_hops(1)
+        added = meter.since(before)
+        assert 0 < added["coding: encode"] <= added[MAIN]
+        assert sum(range(100_000)) == 4999950000  # nothing has been charged for it
+        channel.reserve_hops(1)
+        assert meter.since(before)["coding: encode"] == added["coding: encode"]
+    assert ExchangeChannel.charge is plain

@@ -66,6 +66,28 @@ def test_drawn_networks_cover_their_ranges_and_keep_to_them(seed: int, tmp_path:
         assert 0.99 <= ways[0] / ways[2] <= networks.ONE_NODE[1] * 1.01
 
 
+@pytest.mark.parametrize(("name", "profile"), networks.HARD.items())
+def test_hard_networks_are_what_their_names_say(name: str, profile: str, tmp_path: Path) -> None:
+    file = tmp_path / "network.toml"
+    file.write_text(profile, encoding="utf-8")
+    network = find_network(str(file))
+    most, one = network.sites
+    link = network.get_link(0, 1)
+    assert network.nodes == NODES
+    assert most.up_bps is not None
+    assert most.down_bps is not None
+    assert one.up_bps is not None
+    said = {
+        "asymmetric 8:1": most.down_bps / most.up_bps == 8,
+        "200 ms one way": link.latency_s == 0.2,
+        "300 ms one way": link.latency_s == 0.3,
+        "one slow node": most.up_bps / one.up_bps == 10,
+        "1 % loss": link.loss == 0.01,
+        "2 % loss": link.loss == 0.02,
+    }
+    assert [difficulty for difficulty, is_there in said.items() if is_there] == [name]
+
+
 # --- recipes ----------------------------------------------------------------------------------------------------
 
 

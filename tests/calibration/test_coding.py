@@ -24,7 +24,6 @@ from farflung.reducers import CodecReducer
 from farflung.types import (
     Channel,
     CodecState,
-    CodingCost,
     Contribution,
     ParameterSpan,
     Reducer,
@@ -63,9 +62,13 @@ class Slow(Reducer):
         def pass_by() -> None:
             self.clock.now += numel * (2.0 if self.exchanges <= 4 else 1.0)
 
-        self.clock.now += 1e6  # what is not computed by the channel does not count
-        channel.compute(CodingCost("encode", "slow(speed=2)", numel), pass_by)
-        channel.compute(CodingCost("add", "", numel // 2), pass_by)
+        self.clock.now += 1e6  # no charge came before it
+        channel.charge("encode", numel, "slow(speed=2)")
+        pass_by()
+        channel.charge("add", numel // 2)
+        pass_by()
+        channel.reserve_hops(1)
+        self.clock.now += 1e6
         return ReduceResult(contribution.tensor, 1.0, contribution.metadata)
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -100,6 +101,28 @@ def test_the_nearest_level(levels: int) -> None:
         torch.testing.assert_close(twice, 2 * decoded, msg=str(where))
 
 
+@pytest.mark.parametrize("is_finite", [True, False])
+@pytest.mark.parametrize("levels", [1, 7, 127])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_levels_at_random_have_the_bits_of_the_equation(
+    dtype: torch.dtype, levels: int, is_finite: bool
+) -> None:
+    for numel, bucket_size in itertools.product(NUMELS, BUCKETS):
+        tensor = normal(numel).to(dtype)
+        if not is_finite and numel:
+            tensor[numel // 2], tensor[0] = math.inf, math.nan
+        norms = compute_bucket_norms(tensor, bucket_size, "max")
+        found = to_level_codes(tensor, norms, levels, bucket_size, create_device_generator(tensor.device, 1))
+        uniform = torch.rand(
+            numel, generator=create_device_generator(tensor.device, 1), dtype=norms.dtype
+        )  # the noise of all blocks
+        largest = torch.finfo(norms.dtype).max
+        spread = torch.where(norms > 0, norms, 1.0).clamp_max(largest).repeat_interleave(bucket_size)[:numel]
+        exact = (tensor.to(norms.dtype) / spread * levels + uniform).floor()
+        exact = exact.nan_to_num(0.0).clamp(-levels, levels) + levels
+        assert torch.equal(found, exact.to(torch.uint8)), (numel, bucket_size)
+
+
 @pytest.mark.parametrize(("numel", "bucket_size"), [(200, 16), (200, 100), (1000, 1000)])
 def test_a_neighbouring_level_with_the_right_chance(numel: int, bucket_size: int) -> None:
     tensor = normal(numel)
@@ -139,6 +162,9 @@ def test_packed_numbers_come_back(bits: int, numel: int, seed: int) -> None:
     values = torch.randint(0, 2**bits, (numel,), generator=create_generator(seed)).to(torch.uint8)
     packed = pack(values, bits)
     assert packed.nbytes == (numel if bits == 8 else (numel + 7) // 8 * bits)
+    stream = np.unpackbits(values.numpy(), bitorder="little").reshape(numel, 8)[:, :bits]  # lowest bit first
+    expected = np.packbits(stream, bitorder="little")
+    assert packed.tolist() == [*expected, *[0] * (packed.nbytes - len(expected))]
     assert torch.equal(unpack(packed, bits, numel), values)
 
 

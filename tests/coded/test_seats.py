@@ -95,7 +95,7 @@ def test_what_comes_with_the_rank_of_another_or_from_another_run_is_refused_alon
                 )
             with connect_device(at, patience_s=PATIENCE_S) as second:
                 assert (first.comm.rank, second.comm.rank) == (1, rank + 1)
-            assert first.session.get_present_ranks() == {0}
+            assert first.session.members.present_ranks == {0}
 
 
 @pytest.mark.parametrize("sealed", ["coordinator", "device"])

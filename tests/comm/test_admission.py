@@ -71,7 +71,7 @@ async def founder(runtime: WallRuntime, store: dist.Store) -> dict[str, Any]:
         "arrived": arrived.result(),
         "heard": (who, number_in(payload)),
         "ended": {rank: str(one.error) for rank, one in greeted.items()},
-        "lost": runtime.session.end_error,
+        "lost": runtime.session.mailbox.ended.error,
     }
 
 
@@ -170,7 +170,7 @@ def test_it_is_told_and_exchanges_with_all(late: Late) -> None:
 def test_it_may_leave_and_come_again_as_another_process(late: Late) -> None:
     late.newcomer()
     late.admit()
-    late.until(lambda: late.views[-1].ready.is_done)
+    late.until(lambda: late.views[-1].members.ready.is_done)
     late.exchange(1, 0, 2)
     gone = [comm.wait_for_leave() for comm in late.comms[:-1]]
     late.leave(2)
@@ -189,12 +189,12 @@ def test_it_may_leave_and_come_again_as_another_process(late: Late) -> None:
 
 def test_before_it_is_admitted_nobody_lets_it_in_and_nothing_is_sent_to_it(late: Late) -> None:
     newcomer = late.newcomer()
-    newcomer.connect(late.peers)
+    newcomer.members.connect(late.peers)
     late.exchange(1, 0, 1)
     sent = late.comms[0].send(numbered(1), 2, tag(1))
     assert isinstance(sent.error, PeerLost)
     assert "its connection is gone" in str(sent.error)
-    assert newcomer.list_missing() == [0, 1]
+    assert newcomer.members.missing_ranks == [0, 1]
     late.exchange(3, 0, 1)
 
 
@@ -205,7 +205,7 @@ def test_a_whole_view_admits_nobody() -> None:
         with pytest.raises(
             ProtocolError, match="rank 2 cannot join later: every exchange of this run needs all"
         ):
-            members.views[0].admit(peers[2])
+            members.views[0].members.admit(peers[2])
 
 
 @pytest.mark.parametrize("rank", [0, 1, 7])
@@ -213,35 +213,35 @@ def test_who_is_there_or_none_of_the_runs_is_not_admitted(late: Late, rank: int)
     with pytest.raises(
         ProtocolError, match=f"rank {rank} of 3 is present already, or not a rank of this run"
     ):
-        late.views[0].admit(replace(late.peers[2], rank=rank))
+        late.views[0].members.admit(replace(late.peers[2], rank=rank))
 
 
 def test_forged_messages_of_a_newcomer_are_refused_and_it_comes_in(late: Late) -> None:
     late.newcomer()
     for view in late.views[:-1]:
-        view.admit(late.peers[-1])
-    late.views[-1].connect(late.peers)
+        view.members.admit(late.peers[-1])
+    late.views[-1].members.connect(late.peers)
     first = late.transports[0]
-    before = first.num_refused
+    before = first.refusals.num_messages
     for _ in range(50):
         late.raw(2, 0, *forged(RelayRoute(1, 0, 0)))
         late.raw(2, 0, *forged(RelayRoute(1, 2, 0)))
-    late.until(lambda: late.views[-1].ready.is_done and first.num_refused == before + 100)
+    late.until(lambda: late.views[-1].members.ready.is_done and first.refusals.num_messages == before + 100)
     late.exchange(1, 0, 2)
-    assert late.views[0].end_error is None
+    assert late.views[0].mailbox.ended.error is None
 
 
 def test_a_newcomer_whose_message_is_malformed_is_refused_alone(late: Late) -> None:
     late.newcomer()
-    admitted = late.views[0].admit(late.peers[-1])
-    late.transports[-1].connect_peers([late.peers[0]], late.views[-1])
+    admitted = late.views[0].members.admit(late.peers[-1])
+    late.transports[-1].connect_peers([late.peers[0]])
     late.transports[-1].send(0, [bytes(256)])
     late.until(lambda: admitted.is_done)
     assert str(admitted.error) == (
         "lost rank 2: refused 256 bytes from it: not a frame of this protocol and version"
     )
     late.exchange(1, 0, 1)
-    assert late.views[0].end_error is None
+    assert late.views[0].mailbox.ended.error is None
 
 
 # --- views that follow each other -------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_what_is_withdrawn_does_not_arrive_and_what_follows_does() -> None:
         members.exchange(3)
         left = [number for number in range(8) if other.recv(0, tag(1, number)).is_done]
         assert left == []
-        assert members.transports[1].num_refused == 0
+        assert members.transports[1].refusals.num_messages == 0
 
 
 def test_runtimes_close_side_by_side_with_bulk_under_way() -> None:

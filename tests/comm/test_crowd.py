@@ -47,7 +47,7 @@ class Knocked:
     def __init__(self, count: int, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock(monkeypatch)
         self.members = stack.enter_context(closing(Group(2)))
-        self.members.comms[0].session.connect(self.members.peers)
+        self.members.comms[0].session.members.connect(self.members.peers)
         self.transport = self.members.transports[0]
         self.links = [stack.enter_context(knock(self.members.comms[0])) for _ in range(count)]
         self.turn()
@@ -69,14 +69,14 @@ def test_only_so_many_strangers_are_accepted_at_once(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Knocked(handshake.MAX_UNAUTHENTICATED + 20, stack, monkeypatch)
-    assert len(one.transport.handshaker.connections) == handshake.MAX_UNAUTHENTICATED + 1, (
+    assert len(one.transport.handshaker.unauthenticated) == handshake.MAX_UNAUTHENTICATED + 1, (
         "and the member that is due"
     )
     for link in one.links[:5]:
         link.shutdown(socket.SHUT_WR)
     one.turn()
-    assert one.transport.num_rejected == 5
-    assert len(one.transport.handshaker.connections) == handshake.MAX_UNAUTHENTICATED + 1, (
+    assert one.transport.refusals.num_connections == 5
+    assert len(one.transport.handshaker.unauthenticated) == handshake.MAX_UNAUTHENTICATED + 1, (
         "the next are accepted in their place"
     )
 
@@ -85,13 +85,13 @@ def test_in_a_crowd_strangers_have_less_time(stack: ExitStack, monkeypatch: pyte
     few = handshake.MAX_UNAUTHENTICATED // 2 + 1
     one = Knocked(few + 7, stack, monkeypatch)
     one.turn(handshake.CROWDED_HANDSHAKE_S - 0.1)
-    assert one.transport.num_rejected == 0
+    assert one.transport.refusals.num_connections == 0
     one.turn(0.2)
-    assert one.transport.num_rejected == 7, "those that came when more than half were there"
+    assert one.transport.refusals.num_connections == 7, "those that came when more than half were there"
     one.turn(handshake.HANDSHAKE_S - handshake.CROWDED_HANDSHAKE_S - 0.2)
-    assert one.transport.num_rejected == 7
+    assert one.transport.refusals.num_connections == 7
     one.turn(0.2)
-    assert one.transport.num_rejected == few + 7
+    assert one.transport.refusals.num_connections == few + 7
     one.members.meet().exchange(1)
 
 
@@ -112,7 +112,7 @@ SAID = {"messages at once": b"", "an introduction of zeros": bytes(60), "the beg
 def test_endless_frames_of_strangers_are_not_kept(what: str, sealed: bool) -> None:
     with closing(Group(2, keys=Keys.generate() if sealed else None)) as members:
         first = members.comms[0]
-        first.session.connect(members.peers)
+        first.session.members.connect(members.peers)
         before = resident_nbytes()
 
         def send() -> None:
@@ -123,15 +123,15 @@ def test_endless_frames_of_strangers_are_not_kept(what: str, sealed: bool) -> No
 
         patiently(send, lambda: first.session.transport.poll(0.005))
         assert resident_nbytes() - before < 50 << 20
-        members.until(lambda: first.session.transport.num_rejected == 1)
-        assert first.session.end_error is None
+        members.until(lambda: first.session.transport.refusals.num_connections == 1)
+        assert first.session.mailbox.ended.error is None
 
 
 def test_without_descriptors_it_accepts_later() -> None:
     with closing(Group(2)) as members:
         limit, filled = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
         for comm in members.comms:
-            comm.session.connect(members.peers)
+            comm.session.members.connect(members.peers)
         resource.setrlimit(resource.RLIMIT_NOFILE, (2 * descriptors(), limit[1]))
         try:
             with suppress(OSError):

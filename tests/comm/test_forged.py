@@ -111,11 +111,13 @@ def test_a_run_beside_them_ends_with_the_same_bits() -> None:
     with closing(Group(3, about=apart)) as alone, closing(Group(3, about=apart)) as members:
         expected = sums(alone.meet(), 0)
         found = sums(members.meet(), COUNT // 50)
-        print({"refused": members.comms[0].session.transport.num_refused})
-        assert alone.comms[0].session.transport.num_refused == 0
-        assert members.comms[0].session.transport.num_refused >= 1
-        assert 2 in members.comms[0].session._left_ranks, "it is out with the first that is malformed"
-        assert members.comms[0].session.end_error is None
+        print({"refused": members.comms[0].session.transport.refusals.num_messages})
+        assert alone.comms[0].session.transport.refusals.num_messages == 0
+        assert members.comms[0].session.transport.refusals.num_messages >= 1
+        assert members.comms[0].session.members.by_rank[2].is_gone, (
+            "it is out with the first that is malformed"
+        )
+        assert members.comms[0].session.mailbox.ended.error is None
     assert all(map(same_bits, found, expected))
 
 
@@ -124,7 +126,7 @@ def test_no_forged_handshake_gets_in() -> None:
     count = 300
     with closing(Group(2)) as members:
         first = members.comms[0]
-        first.session.connect(members.peers)
+        first.session.members.connect(members.peers)
         for known in range(1, count + 1):
             said = bytearray(draw.choice([*NOISE.values(), bytes(60), draw.randbytes(60)]))
             for _ in range(draw.randint(0, 3)):
@@ -133,7 +135,7 @@ def test_no_forged_handshake_gets_in() -> None:
                 with suppress(OSError):  # cut off already
                     stranger.sendall(said)
                     stranger.shutdown(socket.SHUT_WR)
-                members.until(lambda known=known: first.session.transport.num_rejected == known)  # type: ignore[misc]
-        assert first.session.transport.num_refused == 0
+                members.until(lambda known=known: first.session.transport.refusals.num_connections == known)  # type: ignore[misc]
+        assert first.session.transport.refusals.num_messages == 0
         members.meet().exchange(1)
-        assert first.session.end_error is None
+        assert first.session.mailbox.ended.error is None

@@ -76,7 +76,7 @@ def encrypted(clock: Clock) -> Iterator[Sealed]:
 def members(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Group]:
     """Rank 0 lets others in already, which have not come yet; their clock stands still."""
     group = request.param(SIZE)
-    group.comms[0].session.connect(group.peers)
+    group.comms[0].session.members.connect(group.peers)
     yield group
     group.close()
 
@@ -91,32 +91,40 @@ def work(members: Group) -> None:
 
 def test_a_peer_with_another_key_is_not_that_rank(encrypted: Sealed) -> None:
     one, two = encrypted.comms[:2]
-    one.session.connect(encrypted.peers)
-    two.session.connect([replace(encrypted.peers[0], key=Keys.generate().public), *encrypted.peers[1:]])
-    assert two.session.describe_greeting(0) == "its greeting"
+    one.session.members.connect(encrypted.peers)
+    two.session.members.connect(
+        [replace(encrypted.peers[0], key=Keys.generate().public), *encrypted.peers[1:]]
+    )
+    assert str(two.session.members.build_timeout(1.0)).endswith("for its greeting")
     encrypted.until(
         lambda: (
-            "did not prove to be that rank" in two.session.describe_greeting(0)
-            and one.session.transport.num_rejected > 0
+            "did not prove to be that rank" in str(two.session.members.build_timeout(1.0))
+            and one.session.transport.refusals.num_connections > 0
         )
     )
-    assert 0 in two.session.list_missing()
-    assert 1 in one.session.list_missing()
-    assert two.session.end_error is None
+    assert 0 in two.session.members.missing_ranks
+    assert 1 in one.session.members.missing_ranks
+    assert two.session.mailbox.ended.error is None
 
 
 def test_a_peer_that_is_not_on_the_list_is_told_so(encrypted: Sealed) -> None:
     one, two = encrypted.comms[:2]
-    one.session.connect(
+    one.session.members.connect(
         [encrypted.peers[0], replace(encrypted.peers[1], key=Keys.generate().public), encrypted.peers[2]]
     )
-    two.session.connect(encrypted.peers)
-    encrypted.until(lambda: two.session.end_error is not None and one.session.transport.num_rejected == 1)
-    assert isinstance(two.session.end_error, ProtocolError)
-    assert (
-        str(two.session.end_error) == "rank 0 does not accept this replica's key: it was given another list"
+    two.session.members.connect(encrypted.peers)
+    encrypted.until(
+        lambda: (
+            two.session.mailbox.ended.error is not None
+            and one.session.transport.refusals.num_connections == 1
+        )
     )
-    assert one.session.end_error is None
+    assert isinstance(two.session.mailbox.ended.error, ProtocolError)
+    assert (
+        str(two.session.mailbox.ended.error)
+        == "rank 0 does not accept this replica's key: it was given another list"
+    )
+    assert one.session.mailbox.ended.error is None
 
 
 def into(members: Group, rank: int, keys: Keys | None) -> socket.socket:
@@ -175,13 +183,13 @@ def _self_made(members: Group) -> bool:
 @pytest.mark.parametrize("arm", [_under_anothers_name, _signed_by_a_member, _self_made])
 def test_another_certificate_is_refused(arm: Arm, encrypted: Sealed) -> None:
     first = encrypted.comms[0]
-    first.session.connect(encrypted.peers)
+    first.session.members.connect(encrypted.peers)
     let_in: list[bool] = []
     patiently(lambda: let_in.append(arm(encrypted)), lambda: work(encrypted))
     assert let_in == [False]
-    encrypted.until(lambda: first.session.transport.num_rejected == 1)
+    encrypted.until(lambda: first.session.transport.refusals.num_connections == 1)
     encrypted.meet().exchange(1)
-    assert first.session.end_error is None
+    assert first.session.mailbox.ended.error is None
 
 
 def test_a_certificate_that_verifies_has_to_be_the_one_published(
@@ -200,7 +208,7 @@ def test_a_certificate_that_verifies_has_to_be_the_one_published(
     stranger = Keys.generate()
     monkeypatch.setattr(handshake, "build_tls_context", lenient)
     first = encrypted.comms[0]
-    first.session.connect(encrypted.peers)
+    first.session.members.connect(encrypted.peers)
     let_in: list[bool] = []
 
     def come() -> None:
@@ -213,7 +221,7 @@ def test_a_certificate_that_verifies_has_to_be_the_one_published(
 
 def test_a_member_cannot_take_the_place_of_a_rank_that_is_connected_to(members: Group) -> None:
     second = members.comms[1]
-    second.session.connect(members.peers)
+    second.session.members.connect(members.peers)
     keys = members.keys[2] if isinstance(members, Sealed) else None
     let_in: list[bool] = []
 
@@ -224,7 +232,7 @@ def test_a_member_cannot_take_the_place_of_a_rank_that_is_connected_to(members: 
     patiently(come, lambda: work(members))
     assert let_in in ([], [False])
     members.meet().exchange(1)
-    assert second.session.end_error is None
+    assert second.session.mailbox.ended.error is None
 
 
 def test_a_rank_that_has_not_greeted_has_no_say(members: Group) -> None:
@@ -238,20 +246,20 @@ def test_a_rank_that_has_not_greeted_has_no_say(members: Group) -> None:
 
     patiently(come, lambda: work(members))
     with closing(links[0]):
-        members.until(lambda: first.session.transport.num_refused == 1)
+        members.until(lambda: first.session.transport.refusals.num_messages == 1)
         links[0].sendall(message(greeting(1)))
-        members.until(lambda: first.session.list_missing() == [2])
+        members.until(lambda: first.session.members.missing_ranks == [2])
 
 
 def test_no_rank_gets_in_before_the_list_is_known(encrypted: Sealed) -> None:
     late = encrypted.comms[0]
     for comm in encrypted.comms[1:]:
-        comm.session.connect(encrypted.peers)
+        comm.session.members.connect(encrypted.peers)
     for _ in range(20):
         work(encrypted)
-    assert 0 in encrypted.comms[1].session.list_missing()
-    late.session.connect(encrypted.peers)
-    encrypted.until(lambda: all(comm.session.ready.is_done for comm in encrypted.comms))
+    assert 0 in encrypted.comms[1].session.members.missing_ranks
+    late.session.members.connect(encrypted.peers)
+    encrypted.until(lambda: all(comm.session.members.ready.is_done for comm in encrypted.comms))
 
 
 def test_a_second_connection_of_a_member_is_refused(members: Group) -> None:
@@ -269,7 +277,7 @@ def test_a_second_connection_of_a_member_is_refused(members: Group) -> None:
         patiently(come, lambda: work(group))
         assert let_in == [False]
     group.exchange(1)
-    assert group.comms[0].session.end_error is None
+    assert group.comms[0].session.mailbox.ended.error is None
 
 
 # --- strangers --------------------------------------------------------------------------------------------------
@@ -328,11 +336,11 @@ def test_a_stranger_gets_nothing_in(say: Callable[[socket.socket, Group], None],
             say(link, members)
 
     patiently(come, lambda: work(members))
-    members.until(lambda: first.session.transport.num_rejected == 1)
-    assert (first.session.transport.num_refused, first.session.list_missing()) == (0, [1, 2])
+    members.until(lambda: first.session.transport.refusals.num_connections == 1)
+    assert (first.session.transport.refusals.num_messages, first.session.members.missing_ranks) == (0, [1, 2])
     wanted = first.recv_any(FORGED)
     members.meet().exchange(1)
-    assert first.session.end_error is None
+    assert first.session.mailbox.ended.error is None
     assert not wanted.is_done
 
 
@@ -340,16 +348,18 @@ def test_an_introduction_played_again_gets_nothing_in(members: Group) -> None:
     """The nonce of each connection is another one."""
     first, second = members.comms[:2]
     with closing(Proxy(first.session.transport.local_peer.address_text)) as proxy:
-        second.session.connect([replace(members.peers[0], address=proxy.address), *members.peers[1:]])
-        members.until(lambda: first.session.list_missing() == [2] and second.session.list_missing() == [2])
+        second.session.members.connect([replace(members.peers[0], address=proxy.address), *members.peers[1:]])
+        members.until(
+            lambda: first.session.members.missing_ranks == [2] and second.session.members.missing_ranks == [2]
+        )
         (recorded,) = map(bytes, proxy.to_target)
         with knock(first) as stranger:
             stranger.sendall(recorded)
             stranger.shutdown(socket.SHUT_WR)
-            members.until(lambda: first.session.transport.num_rejected == 1)
+            members.until(lambda: first.session.transport.refusals.num_connections == 1)
             until_closed(stranger)
         members.meet().exchange(1)
-        assert first.session.end_error is None
+        assert first.session.mailbox.ended.error is None
 
 
 def test_an_impostor_that_replays_an_acceptor_is_found_out() -> None:
@@ -370,12 +380,14 @@ def test_an_impostor_that_replays_an_acceptor_is_found_out() -> None:
                     told.append(link.recv(1))
 
         second = members.comms[1]
-        second.session.connect([replace(members.peers[0], address=address), members.peers[1]])
+        second.session.members.connect([replace(members.peers[0], address=address), members.peers[1]])
         patiently(answer, lambda: second.session.transport.poll(0.005))
         assert recorded
         assert not any(told)
-        members.until(lambda: "did not prove to be that rank" in second.session.describe_greeting(0))
-        assert second.session.list_missing() == [0]
+        members.until(
+            lambda: "did not prove to be that rank" in str(second.session.members.build_timeout(1.0))
+        )
+        assert second.session.members.missing_ranks == [0]
 
 
 def test_refusals_are_logged_with_their_count_each_time_it_has_doubled(
@@ -386,7 +398,7 @@ def test_refusals_are_logged_with_their_count_each_time_it_has_doubled(
         with knock(first) as stranger:
             stranger.sendall(NOISE["another protocol"])
             stranger.shutdown(socket.SHUT_WR)
-            members.until(lambda known=known: first.session.transport.num_rejected == known)  # type: ignore[misc]
+            members.until(lambda known=known: first.session.transport.refusals.num_connections == known)  # type: ignore[misc]
     assert caplog.messages == [
         f"rank 0 at {first.session.transport.local_peer.address}: refused a connection that is not of this run; "
         f"0 messages and "
@@ -401,10 +413,10 @@ def test_noise_is_cut_off(what: str, members: Group) -> None:
     with knock(first) as stranger:
         stranger.sendall(NOISE[what])
         stranger.shutdown(socket.SHUT_WR)
-        members.until(lambda: first.session.transport.num_rejected == 1)
+        members.until(lambda: first.session.transport.refusals.num_connections == 1)
         until_closed(stranger)
     members.meet().exchange(1)
-    assert first.session.end_error is None
+    assert first.session.mailbox.ended.error is None
 
 
 def test_a_connection_that_says_nothing_is_cut_off(members: Group, clock: Clock) -> None:
@@ -417,9 +429,9 @@ def test_a_connection_that_says_nothing_is_cut_off(members: Group, clock: Clock)
         members.until(lambda: sum(link.dialed_rank is None for link in early) == 5)
         clock.now_s = handshake.HANDSHAKE_S - 0.1
         work(members)
-        assert first.session.transport.num_rejected == 0
+        assert first.session.transport.refusals.num_connections == 0
         clock.now_s = handshake.HANDSHAKE_S + 0.1
-        members.until(lambda: first.session.transport.num_rejected == 5)
+        members.until(lambda: first.session.transport.refusals.num_connections == 5)
         for link in links:
             until_closed(link)
     members.meet().exchange(1)
@@ -429,17 +441,17 @@ def test_the_store_cannot_exchange_two_ranks_of_one_machine() -> None:
     members = Group(3, keys=Keys.generate())
     zero, one, two = (comm.session.transport.local_peer for comm in members.comms)
     with closing(members):
-        members.comms[0].session.connect([zero, one, two])
-        members.comms[1].session.connect([zero, one, two])
-        members.comms[2].session.connect([replace(one, rank=0), replace(zero, rank=1), two])
-        members.until(lambda: members.comms[2].session.transport.num_refused == 2)
-        assert members.comms[2].session.list_missing() == [0, 1]
+        members.comms[0].session.members.connect([zero, one, two])
+        members.comms[1].session.members.connect([zero, one, two])
+        members.comms[2].session.members.connect([replace(one, rank=0), replace(zero, rank=1), two])
+        members.until(lambda: members.comms[2].session.transport.refusals.num_messages == 2)
+        assert members.comms[2].session.members.missing_ranks == [0, 1]
 
 
 def test_the_store_may_not_name_a_replica_twice(encrypted: Sealed) -> None:
     one, two, three = encrypted.peers
     with pytest.raises(ProtocolError, match="names one replica twice"):
-        encrypted.comms[2].session.connect([one, replace(two, token=one.token), three])
+        encrypted.comms[2].session.members.connect([one, replace(two, token=one.token), three])
 
 
 # --- what is bound ----------------------------------------------------------------------------------------------

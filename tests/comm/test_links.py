@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.comm import TcpTransport, tcp
-from farflung.comm.connection import ConnectionState, TcpInfo
+from farflung.comm import TcpTransport, remote
+from farflung.comm.connection import ConnectionState
 from farflung.comm.keys import Keys
+from farflung.comm.pieces import TcpInfo
 from farflung.errors import PeerLost
 from farflung.types import Payload
 from tests.comm.test_records import mutated
@@ -53,7 +54,7 @@ def test_large_messages_share_all_connections_and_arrive_as_they_are(several: Gr
         came, beside = one.result().iter_tensors()
         assert same_bits(came, tensor)
         assert same_bits(beside, torch.ones(2))
-    assert [transport.num_rejected for transport in several.transports] == [0, 0, 0]
+    assert [transport.refusals.num_connections for transport in several.transports] == [0, 0, 0]
 
 
 def test_a_tensor_arrives_in_the_memory_that_is_named_for_it(several: Group) -> None:
@@ -85,7 +86,7 @@ def test_all_that_was_sent_before_the_end_of_several_arrives(several: Group) -> 
     several.comms[1].send(numbered(1), 0, tag(6))
     several.until(lambda: not several.transports[1].queued_nbytes)
     patiently(lambda: several.leave(1), lambda: several.transports[0].poll(0.001))
-    several.until(lambda: 1 in several.views[0]._left_ranks)
+    several.until(lambda: several.views[0].members.by_rank[1].is_gone)
     assert float(next(iter(waiting.result().iter_tensors()))[-1]) == 7.0
     assert number_in(several.comms[0].recv(1, tag(6)).result()) == 1
 
@@ -107,16 +108,16 @@ def test_more_are_made_as_long_as_each_doubling_helps(dialler: int, monkeypatch:
         transport = members.transports[dialler]
         member = transport._remotes[1 - dialler]
         link = member.connections[0]
-        monkeypatch.setattr(link, "read_tcp_info", lambda: TcpInfo(0.15, 0.02, "reno", 2e6))
+        monkeypatch.setattr(link.pieces, "read_tcp_info", lambda: TcpInfo(0.15, 0.02, "reno", 2e6))
         for _ in range(6):
-            link.busy_s += tcp.MEASURE_BUSY_S
+            link.pieces.busy_s += remote.MEASURE_BUSY_S
             rate = min(2e6 * len(member.connections), 9e6)
             for one in member.connections.values():
-                one.busy_nbytes += int(rate * tcp.MEASURE_BUSY_S / 8 / len(member.connections))
-            transport.handle_busy(link)
+                one.pieces.busy_nbytes += int(rate * remote.MEASURE_BUSY_S / 8 / len(member.connections))
+            member.handle_busy(link)
             wanted = member.num_wanted
             members.until(lambda wanted=wanted: len(member.connections) == wanted)  # type: ignore[misc]
-        assert member.has_enough_connections
+        assert member._has_enough_connections
         assert member.num_wanted == 8
         members.exchange(1)
 
@@ -124,10 +125,11 @@ def test_more_are_made_as_long_as_each_doubling_helps(dialler: int, monkeypatch:
 def test_within_a_machine_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Group(2)) as members:
         members.meet()
-        link = members.transports[0]._remotes[1].connections[0]
-        link.busy_s, link.busy_nbytes = 100.0, 1 << 30
-        members.transports[0].handle_busy(link)
-        assert members.transports[0]._remotes[1].num_wanted == 1
+        member = members.transports[0]._remotes[1]
+        link = member.connections[0]
+        link.pieces.busy_s, link.pieces.busy_nbytes = 100.0, 1 << 30
+        member.handle_busy(link)
+        assert member.num_wanted == 1
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------
@@ -165,13 +167,13 @@ def test_a_piece_is_what_the_kernel_has_seen_a_link_carry(
     with closing(Group(2, keys=Keys.generate())) as members:
         members.meet()
         link = members.transports[0]._remotes[1].connections[0]
-        monkeypatch.setattr(link, "read_tcp_info", lambda: TcpInfo(0.15, 0.0, "bbr", rate_bps))
-        monkeypatch.setattr(link, "_adapt", lambda: None)
-        link._is_adaptive, link._piece_nbytes = True, 1 << 14
+        monkeypatch.setattr(link.pieces, "read_tcp_info", lambda: TcpInfo(0.15, 0.0, "bbr", rate_bps))
+        monkeypatch.setattr(link.pieces, "record_sent", lambda nbytes: False)
+        link.pieces.is_adaptive, link.pieces.nbytes = True, 1 << 14
         arrived = members.comms[1].recv(0, tag(5))
         members.comms[0].send(Payload((torch.rand(LARGE_NUMEL),)), 1, tag(5))
         members.until(lambda: arrived.is_done)
-        assert link._piece_nbytes == piece
+        assert link.pieces.nbytes == piece
 
 
 def test_the_rate_is_read_where_the_kernel_has_it() -> None:
@@ -181,7 +183,7 @@ def test_the_rate_is_read_where_the_kernel_has_it() -> None:
         arrived = members.comms[1].recv(0, tag(5))
         members.comms[0].send(Payload((torch.rand(LARGE_NUMEL),)), 1, tag(5))
         members.until(lambda: arrived.is_done)
-        path = members.transports[0]._remotes[1].connections[0].read_tcp_info()
+        path = members.transports[0]._remotes[1].connections[0].pieces.read_tcp_info()
         if path is None:
             pytest.skip("only Linux tells")
         assert 1e6 < path.rate_bps < 1e13
@@ -211,9 +213,9 @@ def test_what_was_said_before_the_end_arrives_however_the_ends_meet() -> None:
             last = other.recv(0, tag(9))
             one.send(numbered(number), 1, tag(9))
             patiently(lambda: members.leave(0), lambda: members.transports[1].poll(0.001))
-            members.until(lambda: 0 in members.views[1]._left_ranks)
+            members.until(lambda: members.views[1].members.by_rank[0].is_gone)
             assert number_in(last.result()) == number
-            assert members.views[1].end_error is None
+            assert members.views[1].mailbox.ended.error is None
 
 
 @pytest.mark.slow
@@ -246,7 +248,7 @@ def test_settled_is_what_the_other_kernel_has() -> None:
         members.meet()
         link = members.transports[0]._remotes[1].connections[0]
         members.comms[0].send(Payload((torch.zeros(20_000_000),)), 1, tag(1))
-        assert link.count_undelivered_nbytes()
+        members.until(lambda: link.count_undelivered_nbytes() > 0)
         arrived = members.comms[1].recv(0, tag(1))
         members.until(lambda: arrived.is_done)
         members.until(lambda: not link.count_undelivered_nbytes())
@@ -289,9 +291,9 @@ def test_strangers_with_damaged_records_are_refused_and_a_run_ends_with_the_same
         expected = sums(alone.meet(), 0, 1)
         found = sums(members.meet(), count // 50, 1)
         members.transports[0].set_expected(1)
-        members.until(lambda: members.transports[0].num_rejected == count)
-        assert members.transports[0].num_refused == 0
-        assert members.views[0].end_error is None
+        members.until(lambda: members.transports[0].refusals.num_connections == count)
+        assert members.transports[0].refusals.num_messages == 0
+        assert members.views[0].mailbox.ended.error is None
     assert all(map(same_bits, found, expected))
 
 
@@ -307,13 +309,13 @@ def test_a_damaged_record_of_a_member_ends_it_by_name_at_once(sealed: bool, whol
             waiting = members.comms[0].recv(1, tag(5))
             link = members.transports[1]._remotes[0].connections[0]
             link._append_unsent(b"\xff" * 8 + draw.randbytes(100))
-            link._send_pending()
+            link.flush()
             members.until(lambda: waiting.is_done)  # noqa: B023
             assert isinstance(waiting.error, PeerLost)
             assert str(waiting.error).startswith(
                 "lost rank 1: refused 4,294,967,295 bytes from it: not a record"
             )
-            assert members.transports[0].num_refused == 1
-            assert (members.views[0].end_error is None) is not whole
+            assert members.transports[0].refusals.num_messages == 1
+            assert (members.views[0].mailbox.ended.error is None) is not whole
             if not whole:
                 members.exchange(7, 0, 2)

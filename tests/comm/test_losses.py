@@ -71,7 +71,7 @@ def test_an_orderly_farewell_is_no_error_unless_somebody_waits(
         assert isinstance(pending.error, PeerLost)
         assert str(pending.error) == f"lost rank {leaver}: it had left the run"
     assert number_in(stayer.recv(leaver, tag(4)).result()) == 7, "what it sent before is there"
-    assert stayer.session.end_error is None
+    assert stayer.session.mailbox.ended.error is None
     arrived = stayer.recv(other, tag(8))
     members.comms[other].send(numbered(8), 1, tag(8))
     members.until(lambda: arrived.is_done)
@@ -88,9 +88,9 @@ def test_a_farewell_counts_although_the_end_of_the_connection_is_seen_first(
     members.leave(1)
     (link,) = members.transports[0]._remotes[1].connections.values()
     link._is_broken = True  # as sending finds it
-    members.until(lambda: 1 in stayer.session._left_ranks)
+    members.until(lambda: stayer.session.members.by_rank[1].is_gone)
     assert number_in(waited_for.result()) == 7
-    assert stayer.session.end_error is None
+    assert stayer.session.mailbox.ended.error is None
 
 
 def test_a_farewell_that_has_overtaken_what_was_sent_before_waits_for_it(group: Callable[..., Group]) -> None:
@@ -116,18 +116,18 @@ def test_who_has_said_farewell_and_goes_has_left_although_something_is_missing(
     members = group()
     stayer = members.comms[0]
     waited_for = stayer.recv(1, tag(5))
-    members.views[1].num_sent[0] += 1  # what never comes
+    members.views[1].members.by_rank[0].num_sent += 1  # what never comes
     members.leave(1)
     members.until(lambda: waited_for.is_done)
     assert str(waited_for.error) == "lost rank 1: it had left the run"
-    assert stayer.session.end_error is None
+    assert stayer.session.mailbox.ended.error is None
 
 
 def test_those_who_leave_together_see_each_other_leave(group: Callable[..., Group]) -> None:
     members = group(3)
     in_threads(*(lambda comm=comm: comm.session.leave(None) for comm in members.comms))
     for comm in members.comms:
-        assert comm.session._left_ranks == {0, 1, 2} - {comm.rank}
+        assert not comm.session.members.remaining_ranks
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
@@ -183,23 +183,23 @@ def test_a_closed_connection_is_a_lost_member(leaver: int, group: Callable[..., 
     members.close(members.views[leaver])
     members.until(lambda: waiting.is_done)
     assert str(waiting.error) == f"lost rank {leaver}: its connection was closed from its end"
-    assert stayer.session.end_error is waiting.error
+    assert stayer.session.mailbox.ended.error is waiting.error
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_who_comes_while_another_leaves_still_learns_why(leaver: int) -> None:
     members = Group(2)
     comm, late = members.comms[leaver], members.comms[1 - leaver]
-    comm.session.connect([late.session.transport.local_peer])
+    comm.session.members.connect([late.session.transport.local_peer])
 
     def come() -> None:
-        late.session.connect([comm.session.transport.local_peer])
-        while late.session.end_error is None:
+        late.session.members.connect([comm.session.transport.local_peer])
+        while late.session.mailbox.ended.error is None:
             late.session.transport.poll(PATIENCE_S)
         members.close(late.session)
 
     in_threads(lambda: comm.session.leave(ConfigError("no such codec")), come)
-    assert str(late.session.end_error) == f"rank {leaver} failed: no such codec"
+    assert str(late.session.mailbox.ended.error) == f"rank {leaver} failed: no such codec"
     members.close()
 
 
@@ -234,16 +234,16 @@ def test_a_message_that_is_refused_loses_its_sender_at_once(
         members.exchange(7, 0, 2)
         assert not anybody.is_done
         return
-    assert stayer.session.end_error is waiting.error
+    assert stayer.session.mailbox.ended.error is waiting.error
     members.leave(0, waiting.error)
-    members.until(lambda: other.session.end_error is not None)
-    assert str(other.session.end_error) == f"lost rank 1: rank 0 says: {waiting.error}"
+    members.until(lambda: other.session.mailbox.ended.error is not None)
+    assert str(other.session.mailbox.ended.error) == f"lost rank 1: rank 0 says: {waiting.error}"
 
 
 def test_what_is_refused_through_a_relay_is_its_sources(group: Callable[..., Group]) -> None:
     members = group(3, hidden=(0, 2))
     waiting = members.comms[2].recv(0, tag(5))
-    members.views[0].send_control(MessageKind.LEAVE, 2, {})
+    members.views[0].members.send_control(MessageKind.LEAVE, 2, {})
     members.until(lambda: waiting.is_done)
     assert str(waiting.error) == (
         "lost rank 0: refused 2 bytes from it: a leave without the number of messages sent before it"
@@ -277,7 +277,7 @@ def pass_time(members: Group, begin: float, end: float, *, without: Collection[i
 
 def losses(members: Group) -> list[int | None]:
     """The rank that each member's view ended with; -1 where it goes on."""
-    ends = [comm.session.end_error for comm in members.comms]
+    ends = [comm.session.mailbox.ended.error for comm in members.comms]
     return [-1 if lost is None else lost.rank for lost in ends]  # type: ignore[attr-defined]
 
 
@@ -298,7 +298,7 @@ def test_a_silent_rank_is_lost_after_a_deadline_and_named(group: Callable[..., G
         "lost rank 1: waited 10.0 s for the exchange at step 7, part 2, hop 1; nothing has arrived for 10.0 s"
         + LONGER
     )
-    assert members.comms[0].session.end_error is waiting.error
+    assert members.comms[0].session.mailbox.ended.error is waiting.error
 
 
 def test_what_arrives_in_time_is_no_loss(group: Callable[..., Group]) -> None:
@@ -309,7 +309,7 @@ def test_what_arrives_in_time_is_no_loss(group: Callable[..., Group]) -> None:
     members.comms[1].send(numbered(1), 0, tag(1))
     members.exchange(3)
     assert at(members, 11.0) == [None, None]
-    assert members.comms[0].session.end_error is None
+    assert members.comms[0].session.mailbox.ended.error is None
 
 
 def test_a_rank_that_answers_is_waited_for_while_it_makes_steps(group: Callable[..., Group]) -> None:
@@ -348,7 +348,7 @@ def test_the_silence_of_the_root_counts_and_no_age(group: Callable[..., Group]) 
     assert losses(members) == [-1, -1, -1, -1]
     pass_time(members, 50.0, 60.0, without=[3])
     assert losses(members) == [-1, -1, 3, -1]
-    members.leave(2, members.views[2].end_error)
+    members.leave(2, members.views[2].mailbox.ended.error)
     at(members, 60.0, without=[2, 3])
     assert losses(members) == [3, 3, 3, -1]
 

@@ -81,10 +81,10 @@ def test_nonsense_from_a_member_is_refused(what: str, group: Callable[..., Group
     waiting = receiver.recv(1, tag(5))
     members.raw(1, 0, *NONSENSE[what])
     members.until(lambda: waiting.is_done)
-    assert receiver.session.transport.num_refused == 1
+    assert receiver.session.transport.refusals.num_messages == 1
     assert isinstance(waiting.error, PeerLost)
     assert str(waiting.error).startswith("lost rank 1: refused ")
-    assert receiver.session.end_error is waiting.error
+    assert receiver.session.mailbox.ended.error is waiting.error
 
 
 @pytest.mark.parametrize("sizes", [(2501,), (1250, 1251)])
@@ -100,7 +100,7 @@ def test_a_payload_larger_than_any_of_the_run_is_refused(
     waiting = receiver.recv(1, tag(2))
     sender.send(Payload(tuple(map(torch.zeros, sizes))), 0, tag(2))
     members.until(lambda: waiting.is_done)
-    assert receiver.session.transport.num_refused == 1
+    assert receiver.session.transport.refusals.num_messages == 1
     assert isinstance(waiting.error, PeerLost)
 
 
@@ -131,16 +131,16 @@ def test_only_loopback_is_bound(group: Callable[..., Group]) -> None:
 
 def test_a_probe_of_the_port_before_the_start_is_not_taken_for_a_member(group: Callable[..., Group]) -> None:
     members = group()
-    members.comms[0].session.connect(members.peers)
+    members.comms[0].session.members.connect(members.peers)
     host, _, port = (
         members.comms[0].session.transport.local_peer.address_text.removeprefix("tcp://").partition(":")
     )
     with socket.create_connection((host, int(port))) as probe:
-        members.until(lambda: bool(members.transports[0].handshaker.connections))
+        members.until(lambda: bool(members.transports[0].handshaker.unauthenticated))
         assert probe.recv(1)
     members.meet()
     members.exchange(2)
-    assert members.comms[0].session.end_error is None
+    assert members.comms[0].session.mailbox.ended.error is None
 
 
 # --- settings ---------------------------------------------------------------------------------------------------
@@ -158,10 +158,10 @@ def test_unlike_settings_are_found_at_the_start(
     one: dict[str, Any], other: dict[str, Any], named: str, group: Callable[..., Group]
 ) -> None:
     members = group(2, [one, other]).meet()
-    error = members.comms[0].session.ready.error
+    error = members.comms[0].session.members.ready.error
     assert isinstance(error, ProtocolError)
     assert f"ranks disagree on {named.format(0, 1)}" in str(error)
-    assert isinstance(members.comms[1].session.ready.error, ProtocolError)
+    assert isinstance(members.comms[1].session.members.ready.error, ProtocolError)
     late = members.comms[0].recv(1, tag(1))
     assert late.error is error
 
@@ -169,5 +169,5 @@ def test_unlike_settings_are_found_at_the_start(
 def test_like_settings_are_fine_in_any_order(group: Callable[..., Group]) -> None:
     settings = [{"a": 1, "b": [1, {"c": None}]}, {"b": [1, {"c": None}], "a": 1}]
     members = group(2, settings).meet()
-    assert members.comms[0].session.ready.error is None
+    assert members.comms[0].session.members.ready.error is None
     members.exchange(1)

@@ -37,8 +37,8 @@ def cut(members: Group, one: int, other: int) -> None:
         link.sock.shutdown(socket.SHUT_RDWR)
     members.until(
         lambda: (
-            other not in members.views[one].get_present_ranks()
-            and one not in members.views[other].get_present_ranks()
+            other not in members.views[one].members.present_ranks
+            and one not in members.views[other].members.present_ranks
         )
     )
 
@@ -60,7 +60,7 @@ def test_a_broken_connection_is_made_again(group: Callable[[int], Group]) -> Non
         members.exchange(number, 0, 2)
         members.exchange(10 + number, 1, 2)
     assert arrived.result() == 2
-    assert [each.num_rejected for each in members.transports] == [0, 0, 0]
+    assert [each.refusals.num_connections for each in members.transports] == [0, 0, 0]
 
 
 def test_a_member_whose_address_is_not_known_is_not_reached(group: Callable[[int], Group]) -> None:
@@ -82,7 +82,7 @@ def test_one_end_may_be_late(group: Callable[[int], Group]) -> None:
 def test_it_is_known_at_once_where_the_process_has_ended(group: Callable[[int], Group]) -> None:
     members = group(3)
     members.close(members.views[1])
-    members.until(lambda: all(1 not in members.views[rank].get_present_ranks() for rank in (0, 2)))
+    members.until(lambda: all(1 not in members.views[rank].members.present_ranks for rank in (0, 2)))
     made: list[Pending[None]] = [members.comms[rank].reconnect(1) for rank in (0, 2)]
     members.until(lambda: all(each.is_done for each in made))
     assert {str(each.error) for each in made} == {"lost rank 1: no process listens at its address any more"}
@@ -100,18 +100,22 @@ def test_a_relay_takes_the_place_of_a_connection(group: Callable[[int], Group], 
     if served == "last":
         members.comms[0].relay(1, 2)
     members.until(lambda: all(each.is_done for each in made))
-    relayed = members.views[0].relay.num_relayed
+    relayed = members.views[0].members.relay.num_relayed
     members.exchange(3, 1, 2)
-    assert members.views[0].relay.num_relayed == relayed + 2
+    assert members.views[0].members.relay.num_relayed == relayed + 2
     cut(members, 0, 1)  # and with it the way from 1 to 2
-    assert 2 not in members.views[1].get_present_ranks()
-    members.until(lambda: 1 not in members.views[2].get_present_ranks())
+    assert 2 not in members.views[1].members.present_ranks
+    members.until(lambda: 1 not in members.views[2].members.present_ranks)
     again(members, 1, 2)
     members.exchange(4, 1, 2)
     again(members, 0, 1)
     members.exchange(5, 0, 1)
-    assert members.views[0].relay.num_relayed == relayed + 2
-    assert [each.num_rejected + each.num_refused for each in members.transports] == [0, 0, 0]
+    assert members.views[0].members.relay.num_relayed == relayed + 2
+    assert [each.refusals.num_connections + each.refusals.num_messages for each in members.transports] == [
+        0,
+        0,
+        0,
+    ]
 
 
 def test_a_silent_member_is_reached_through_a_relay(group: Callable[[int], Group]) -> None:
@@ -121,4 +125,4 @@ def test_a_silent_member_is_reached_through_a_relay(group: Callable[[int], Group
     again(members, 1, 2, 0)  # whose connection is there
     assert gone.result() == 1
     members.exchange(1, 1, 2)
-    assert members.views[0].relay.num_relayed >= 4
+    assert members.views[0].members.relay.num_relayed >= 4

@@ -48,7 +48,7 @@ class Pipe:
     def __init__(self, connections: int = 1, room: int = ROOM) -> None:
         self.sender, self.widths = Sender(), list[int]()
         landings = RecvBuffers(
-            lambda head, number: BufferPool().allocate_tensor(head.large_nbytes[number]), lambda: room
+            lambda head, number: BufferPool().allocate_tensor(head.layout.large_nbytes[number]), lambda: room
         )
         self.ends = [
             Receiver(landings, is_first_connection=not index, on_connection_count=self.widths.append)

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from farflung.comm import RELAYED_KIND, Endpoint, Peer, Purpose, WallCommunicator
 from farflung.comm.keys import Keys
 from farflung.comm.peer import should_connect
+from farflung.comm.records import CONTROL_VIEW
 from farflung.comm.relay import Relay
 from farflung.comm.routes import RoutingTable
 from farflung.comm.transport import FIRST_PRIORITY
 from farflung.comm.wire import Frame, Message, MessageKind, RelayRoute, WireError, encode
 from farflung.errors import ConfigError, DeadlinePassed, PeerFailed, PeerLost, ProtocolError
+from farflung.tasks import Pending
 from farflung.types import Payload, Runtime, Tag
 from farflung.wall import WallRuntime
 from tests.covering import covered
@@ -103,8 +105,8 @@ def test_all_find_the_same_relay_and_only_for_those_who_need_one() -> None:
         assert set(pairs.values()) == {None, 1}
     assert routes(everybody, 1).list_ranks_served(3) == [0, 4]
     assert routes(everybody, 3).list_ranks_behind(1) == [0, 4]
-    assert routes(everybody, 3).get_next_hop(0) == 1
-    assert routes(everybody, 3).get_next_hop(5) == 5
+    assert routes(everybody, 3).next_hops[0] == 1
+    assert routes(everybody, 3).next_hops[5] == 5
 
 
 def test_who_comes_later_changes_no_way_that_there_is() -> None:
@@ -142,8 +144,8 @@ def test_all_reach_all(hidden: tuple[int, ...], group: Callable[..., Group]) -> 
     for src in range(size):
         for dst in range(src):
             members.exchange(1 + src * size + dst, src, dst)
-    assert all(one.num_refused == 0 for one in members.transports)
-    assert all(not view._early_messages for view in members.views)
+    assert all(one.refusals.num_messages == 0 for one in members.transports)
+    assert not any(other.early_messages for view in members.views for other in view.members.by_rank.values())
     for rank in hidden:
         assert members.transports[rank].handshaker.server_socket is None, "it listens"
     for rank, transport in enumerate(members.transports):
@@ -189,9 +191,9 @@ def test_the_urgent_overtake_at_the_relay_too(group: Callable[..., Group]) -> No
     for number in range(2, 6):
         sent(number, LARGE, 0)
     members._open.remove(receiver.session)  # it reads nothing until all is on its way
-    members.until(lambda: relay.session.relay.num_relayed >= 2 + 4)
+    members.until(lambda: relay.session.members.relay.num_relayed >= 2 + 4)
     sent(6, numbered(6), -1)
-    members.until(lambda: relay.session.relay.num_relayed >= 2 + 5)
+    members.until(lambda: relay.session.members.relay.num_relayed >= 2 + 5)
     members._open.append(receiver.session)
     members.until(lambda: len(came) == 5)
     assert came[0] == 6
@@ -200,55 +202,68 @@ def test_the_urgent_overtake_at_the_relay_too(group: Callable[..., Group]) -> No
 def test_what_overtakes_a_greeting_waits_for_it(group: Callable[..., Group]) -> None:
     """The relay sends greetings behind bulk of its own, and what comes with a better priority before it."""
     members = group(3, *BEHIND_1, meets=False)
-    passed: list[Callable[[], None]] = []
+    passed: list[Callable[[], object]] = []
     relay = members.transports[1]
-    say = relay.send_control
+    say = relay.send
 
-    def late(rank: int, frames: list[Frame], *, last: bool = False) -> None:
-        held = rank == 2 and members.views[1].relay.num_relayed > 0
-        (passed.append if held else _now)(partial(say, rank, frames, last=last))
+    def late(rank: int, frames: list[Frame], **options: int) -> Pending[None]:
+        held = (
+            rank == 2 and options["view"] == CONTROL_VIEW and members.views[1].members.relay.num_relayed > 0
+        )
+        if not held:
+            return say(rank, frames, **options)
+        passed.append(partial(say, rank, frames, **options))
+        return Pending()
 
-    relay.send_control = late  # type: ignore[assignment]
+    relay.send = late  # type: ignore[assignment, method-assign]
     for view in members.views:
-        view.connect(members.peers)
-    members.until(lambda: members.views[0].ready.is_done and len(passed) == 1)
+        view.members.connect(members.peers)
+    members.until(lambda: members.views[0].members.ready.is_done and len(passed) == 1)
     members.comms[0].send(numbered(5), 2, tag(5))
-    members.until(lambda: 0 in members.views[2]._early_messages)
-    assert not members.views[2].ready.is_done
+    members.until(lambda: bool(members.views[2].members.by_rank[0].early_messages))
+    assert not members.views[2].members.ready.is_done
     arrived = members.comms[2].recv(0, tag(5))
     assert not arrived.is_done, "who has not greeted has no say"
     passed.pop()()
     members.until(lambda: arrived.is_done)
     assert number_in(arrived.result()) == 5
-    assert members.transports[2].num_refused == 0
+    assert members.transports[2].refusals.num_messages == 0
     members.meet()
-
-
-def _now(call: Callable[[], None]) -> None:
-    call()
 
 
 def test_there_is_room_for_one_message_before_a_greeting(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1, meets=False, about={"max_nbytes": 1000})
     for view in members.views:
-        view.connect(members.peers)
-    members.until(lambda: 1 in members.views[2]._greeted)
+        view.members.connect(members.peers)
+    members.until(lambda: members.views[2].members.by_rank[1].has_greeted)
     sent = [relayed(0, 2, numbered(number)) for number in range(251)]
     receiver = members.views[2]
-    for message in sent[:250]:
+    for number, message in enumerate(sent):
+        assert receiver.transport.refusals.num_messages == 0, number
         receiver.handle_message(1, message)
-    with pytest.raises(ValueError, match="more before a greeting than any message has"):
-        receiver.handle_message(1, sent[250])
+    assert receiver.transport.refusals.num_messages == 1
     members.meet()
+
+
+def test_a_greeting_after_its_admission_was_revoked_is_refused(group: Callable[..., Group]) -> None:
+    members = group(3, *BEHIND_1, about={"needs_all_members": False})
+    receiver = members.views[2]
+    admitted = receiver.members.reconnect(0)
+    receiver.members.revoke_admission(0, PeerLost(0, "it took too long"))
+    assert str(admitted.error) == "lost rank 0: it took too long"
+    receiver.handle_message(1, relayed(0, 2, text(b'{"rank": 0}'), MessageKind.HELLO))
+    assert receiver.transport.refusals.num_messages == 1
+    assert receiver.members.present_ranks == {1}
+    assert receiver.mailbox.ended.error is None
 
 
 def test_settings_are_compared_through_a_relay(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1, meets=False, settings=[{"steps": 1}, {"steps": 1}, {"steps": 2}])
-    members.views[1]._compare_settings = lambda *_: None  # type: ignore[method-assign]
+    members.views[1].members._compare_settings = lambda *_: None  # type: ignore[method-assign]
     for view in members.views:
-        view.connect(members.peers)
-    members.until(lambda: members.views[0].end_error is not None)
-    assert "ranks disagree on steps: 1 on rank 0, 2 on rank 2" in str(members.views[0].end_error)
+        view.members.connect(members.peers)
+    members.until(lambda: members.views[0].mailbox.ended.error is not None)
+    assert "ranks disagree on steps: 1 on rank 0, 2 on rank 2" in str(members.views[0].mailbox.ended.error)
 
 
 # --- forged -----------------------------------------------------------------------------------------------------
@@ -301,12 +316,14 @@ def test_forged_messages_are_refused_and_counted(
     )
     wanted = [comm.recv_any(tag(99)) for comm in members.comms]
     members.raw(liar, heard_by, *forged(route, payload, kind))
-    members.until(lambda: members.transports[heard_by].num_refused == 1)
+    members.until(lambda: members.transports[heard_by].refusals.num_messages == 1)
     for number, (a, b) in enumerate([(0, 2), (0, 1), (1, 2), (3, 0)], start=1):
         members.exchange(number, a, b)
-    assert [one.num_refused for one in members.transports] == [int(rank == heard_by) for rank in range(4)]
+    assert [one.refusals.num_messages for one in members.transports] == [
+        int(rank == heard_by) for rank in range(4)
+    ]
     assert not any(one.is_done for one in wanted)
-    assert not any(view.end_error for view in members.views)
+    assert not any(view.mailbox.ended.error for view in members.views)
 
 
 @pytest.mark.parametrize(
@@ -319,28 +336,26 @@ def test_a_loss_is_believed_of_the_relay_alone(
     members = group(4, *BEHIND_1)
     members.raw(liar, 2, *forged(route, LOST, MessageKind.LOST))
     members.exchange(1, liar, 2)
-    assert members.transports[2].num_refused == int(liar == 3 or route.destination == 2)
+    assert members.transports[2].refusals.num_messages == int(liar == 3 or route.destination == 2)
     members.exchange(2, 0, 2)
-    assert members.views[2].end_error is None
+    assert members.views[2].mailbox.ended.error is None
 
 
 def test_who_has_not_greeted_has_nothing_relayed(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1, meets=False)
-    members.views[1].connect(members.peers)
-    members.transports[0].connect_peers([members.peers[1]], members.views[0])
+    members.views[1].members.connect(members.peers)
+    members.transports[0].connect_peers([members.peers[1]])
     members.raw(0, 1, *forged(RelayRoute(0, 2, 0)))
-    members.until(lambda: members.transports[1].num_refused == 1)
+    members.until(lambda: members.transports[1].refusals.num_messages == 1)
 
 
 def test_greetings_are_held_for_members_alone_and_no_large_ones(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1)
     members.raw(0, 1, *forged(RelayRoute(0, 3, 0), text(b"{}"), MessageKind.HELLO))
     long = text(b" " * (1 << 20) + b"{}")
-    members.transports[0].send_control(
-        1, encode(MessageKind.HELLO, 0, tag(99), long, route=RelayRoute(0, 2, 0))
-    )
-    members.until(lambda: members.transports[1].num_refused == 2)
-    assert not members.views[1].relay._greetings
+    members.transports[0].send(1, encode(MessageKind.HELLO, 0, tag(99), long, route=RelayRoute(0, 2, 0)))
+    members.until(lambda: members.transports[1].refusals.num_messages == 2)
+    assert not members.views[1].members.relay._greetings
     members.exchange(1, 0, 2)
 
 
@@ -357,7 +372,7 @@ def test_who_is_lost_behind_a_relay_is_named(
     comm = members.comms[stayer]
     departure, waiting = comm.wait_for_leave(), comm.recv(lost, tag(5))
     members.comms[lost].send(numbered(4), stayer, tag(4))
-    members.until(lambda: members.views[relay].relay.num_relayed == 3)
+    members.until(lambda: members.views[relay].members.relay.num_relayed == 3)
     members.close(members.views[lost])
     members.until(lambda: waiting.is_done)
     assert isinstance(waiting.error, PeerLost)
@@ -367,9 +382,9 @@ def test_who_is_lost_behind_a_relay_is_named(
     )
     assert number_in(comm.recv(lost, tag(4)).result()) == 4, "what it sent before is there"
     if whole:
-        assert comm.session.end_error is waiting.error
+        assert comm.session.mailbox.ended.error is waiting.error
         return
-    assert comm.session.end_error is None
+    assert comm.session.mailbox.ended.error is None
     assert departure.result() == lost
     members.exchange(8, stayer, relay)
 
@@ -403,7 +418,7 @@ def test_farewells_and_failures_go_through_a_relay(whole: bool, group: Callable[
     members.leave(0)
     members.until(lambda: waits[0].is_done)
     assert str(waits[0].error) == "lost rank 0: it had left the run"
-    assert members.views[2].end_error is None
+    assert members.views[2].mailbox.ended.error is None
     members.exchange(1, 2, 3)
     members.leave(3, ValueError("bad batch"))
     members.until(lambda: waits[1].is_done)
@@ -423,7 +438,7 @@ def test_signs_of_life_go_through_a_relay(silent: list[int], group: Callable[...
         for _ in range(8):  # on loopback what is sent is there at once
             for view in awake:
                 view.transport.poll(0.0)
-    lost = members.views[0].end_error
+    lost = members.views[0].mailbox.ended.error
     assert (lost is None) == (not silent)
     if silent:
         assert isinstance(lost, DeadlinePassed)
@@ -435,23 +450,23 @@ def test_who_does_not_come_is_named_with_its_relay_and_the_relay_before_it(
     group: Callable[..., Group],
 ) -> None:
     members = group(3, *BEHIND_1, meets=False)
-    members.views[2].connect(members.peers)
-    assert members.views[2].list_missing() == [1, 0]
-    members.views[1].connect(members.peers)
-    members.until(lambda: members.views[2].list_missing() == [0])
-    assert members.views[2].describe_greeting(0) == "its greeting, through rank 1"
-    members.views[0].connect(members.peers)
+    members.views[2].members.connect(members.peers)
+    assert members.views[2].members.missing_ranks == [1, 0]
+    members.views[1].members.connect(members.peers)
+    members.until(lambda: members.views[2].members.missing_ranks == [0])
+    assert str(members.views[2].members.build_timeout(1.0)).endswith("for its greeting, through rank 1")
+    members.views[0].members.connect(members.peers)
     members.meet()
 
 
 def test_messages_for_who_has_left_are_no_forgeries(group: Callable[..., Group]) -> None:
     members = group(3, *BEHIND_1, about={"needs_all_members": False})
     members.close(members.views[2])
-    members.until(lambda: 2 in members.views[1]._left_ranks)
+    members.until(lambda: members.views[1].members.by_rank[2].is_gone)
     members.raw(0, 1, *forged(RelayRoute(0, 2, 0)))
     members.raw(0, 1, *forged(RelayRoute(0, 2, FIRST_PRIORITY), text(b"{}"), MessageKind.WAITING))
     members.exchange(1)
-    assert members.transports[1].num_refused == 0
+    assert members.transports[1].refusals.num_messages == 0
 
 
 # --- those who come again ---------------------------------------------------------------------------------------
@@ -463,9 +478,7 @@ class Passing:
     def __init__(self) -> None:
         of = peers(3, *BEHIND_1)
         self.said: list[int] = []
-        transport: Any = SimpleNamespace(
-            local_peer=of[1], send_control=lambda rank, *_, **__: self.said.append(rank)
-        )
+        transport: Any = SimpleNamespace(local_peer=of[1], send=lambda rank, *_, **__: self.said.append(rank))
         self.routes = routes(of, 1)
         self.relay = Relay(transport, self.routes, 3)
 
@@ -482,11 +495,11 @@ def test_greetings_pass_together() -> None:
     both = Passing()
     both.greet(0, 2)
     assert both.said == []
-    assert not both.relay.is_needed([])
+    assert not both.relay.is_needed({0, 2})
     both.greet(2, 0)
     assert sorted(both.said) == [0, 2]
-    assert both.relay.is_needed([])
-    assert not both.relay.is_needed([2])
+    assert both.relay.is_needed({0, 2})
+    assert not both.relay.is_needed({0})
 
 
 def test_a_greeting_for_who_had_the_rank_before_is_not_passed_on() -> None:
@@ -530,23 +543,23 @@ def test_a_greeting_that_is_no_json_is_refused_when_it_comes() -> None:
 def test_who_was_lost_comes_again_behind_its_relay(group: Callable[..., Group], sealed: bool) -> None:
     members = group(3, *BEHIND_1, about={"needs_all_members": False})
     members.close(members.views[2])
-    members.until(lambda: 2 in members.views[0]._left_ranks)
+    members.until(lambda: members.views[0].members.by_rank[2].is_gone)
     again = Group(3, hidden=BEHIND_1, keys=members.transports[1].keys, about={"needs_all_members": False})
     newcomer = again.views[2]
     again.close(*again.views[:2])
     members._open.append(newcomer)
     members.views[2], members.transports[2], members.comms[2] = newcomer, again.transports[2], again.comms[2]
     arrival = members.comms[0].wait_for_join()
-    newcomer.connect(members.peers)
+    newcomer.members.connect(members.peers)
     # Whoever is told first: its greeting is held until the relay and the other know of the newcomer.
-    members.views[0].admit(members.peers[2])
-    members.until(lambda: bool(members.views[1].relay._greetings))
+    members.views[0].members.admit(members.peers[2])
+    members.until(lambda: bool(members.views[1].members.relay._greetings))
     assert not arrival.is_done
-    members.views[1].admit(members.peers[2])
-    members.until(lambda: newcomer.ready.is_done and arrival.is_done)
+    members.views[1].members.admit(members.peers[2])
+    members.until(lambda: newcomer.members.ready.is_done and arrival.is_done)
     assert arrival.result() == 2
     members.exchange(1, 0, 2)
-    assert all(one.num_refused == 0 for one in members.transports)
+    assert all(one.refusals.num_messages == 0 for one in members.transports)
 
 
 # --- whole replicas, each with its thread -----------------------------------------------------------------------

@@ -29,7 +29,9 @@ def communicator(
         send=lambda *_, **__: create_completed(None) if left is None else left,
     )
     view = ViewSession(transport, 3, read_clock=lambda: 0.0)
-    view._greeted.update((0, 2))
+    for rank in (0, 2):
+        view.members.by_rank[rank].has_greeted = True
+        view.members.routes.next_hops[rank] = rank
     view.stage = stage
     return WallCommunicator(view, **settings)
 

@@ -85,7 +85,7 @@ def test_what_passes_cannot_be_read(
     for proxy in store.proxies.values():
         for sent in (struct.pack("<f", 6.0) * 16, b"settings"):
             assert (sent not in proxy.passed) is encrypt
-    assert [comm.session.transport.num_refused for comm in members.comms] == [0, 0, 0]
+    assert [comm.session.transport.refusals.num_messages for comm in members.comms] == [0, 0, 0]
 
 
 def test_replicas_prove_themselves_with_keys_of_their_own(run: Callable[..., Run]) -> None:

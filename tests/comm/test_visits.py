@@ -42,14 +42,14 @@ class Member:
         self.place = self.transport.local_peer.address_text.removeprefix("tcp://")
         self.access = Access(KEY, encrypted, [self.place])
         self.asked: list[bytes] = []
-        self.transport.connect_peers([], cast("Listener", None))
+        self.transport.connect_peers([])
         self.transport.listener = cast("Listener", object())
         self.transport.set_expected(0)
         self.transport.accept_visits(KEY, self._answer)
         self._ends = False
         self._bell, ear = socket.socketpair()
         self._ear = ear
-        self.transport.watch(ear.fileno(), lambda: None)
+        self.transport.loop.watch(ear.fileno(), readable=lambda: None)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -96,7 +96,7 @@ def test_a_visitor_is_answered(encrypted: bool, member: Callable[..., Member]) -
     for number in (1, 2):
         assert one.access.ask(one.place, {"what": "a" * 100_000}, PATIENCE_S) == {"so": number}
     assert len(one.asked[0]) > 100_000
-    assert one.transport.num_rejected == 0
+    assert one.transport.refusals.num_connections == 0
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
@@ -106,7 +106,7 @@ def test_another_key_is_refused(encrypted: bool, member: Callable[..., Member]) 
         Access(bytes(32), encrypted, []).ask(one.place, {}, PATIENCE_S)
     assert one.access.ask(one.place, {}, PATIENCE_S) == {"so": 1}
     one.close()
-    assert one.transport.num_rejected == 1
+    assert one.transport.refusals.num_connections == 1
 
 
 def test_a_member_of_another_run_is_told_nothing(member: Callable[..., Member]) -> None:
@@ -159,7 +159,7 @@ def test_what_listens_in_between_is_refused(member: Callable[..., Member]) -> No
         thread.join()
     assert not one.asked
     one.close()
-    assert one.transport.num_rejected == 1
+    assert one.transport.refusals.num_connections == 1
 
 
 def introduced(link: socket.socket, proof: bytes | None = None) -> None:
@@ -183,7 +183,7 @@ def test_a_proof_is_of_one_connection_and_of_one_end(member: Callable[..., Membe
         )
         until_closed(first)
     one.close()
-    assert one.transport.num_rejected == 2
+    assert one.transport.refusals.num_connections == 2
 
 
 @pytest.mark.parametrize("nbytes", [0, MAX_NBYTES + 1, 0xFFFFFFFF])
@@ -194,7 +194,7 @@ def test_a_question_is_of_bounded_length(nbytes: int, member: Callable[..., Memb
         link.sendall(LENGTH.pack(nbytes))
         until_closed(link)
     one.close()
-    assert one.transport.num_rejected == 1
+    assert one.transport.refusals.num_connections == 1
     assert not one.asked
 
 
@@ -239,4 +239,4 @@ def test_strangers_are_refused(count: int, member: Callable[..., Member]) -> Non
             one.access.ask(one.place, {}, PATIENCE_S)
     assert len(one.asked) == count // 100
     one.close()
-    assert one.transport.num_rejected == count
+    assert one.transport.refusals.num_connections == count

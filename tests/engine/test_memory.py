@@ -18,8 +18,8 @@ WIDTH, LAYERS, STEPS = 128, 4, 12
 COPIES = {
     "synchronous": (1, 1),
     "synchronous(codec=int8)": (1, 1),
-    "local_sgd(sync_every=3)": (2, 3),
-    "diloco(sync_every=3)": (3, 4),
+    "local_sgd(sync_every=3)": (2, 2),
+    "diloco(sync_every=3)": (3, 3),
     "streaming_diloco(sync_every=8, fragments=4, delay=1, codec=identity)": (3.5, 3.5),
     "delayed(delay=2)": (7, 9),
     "delayed(delay=2, pull='swap')": (6, 8),

@@ -19,7 +19,7 @@ from farflung.devices import CodingRates, Moment, load_device
 from farflung.files import prefix_errors
 from farflung.runs import Run, RunFolder, RunOptions, SimulatedConfig, prepare_run, retime, simulate
 from farflung.state_trees import load_tree
-from farflung.types import CodingCost, Cost
+from farflung.types import Cost
 
 NETWORK = """\
 [default]
@@ -192,7 +192,7 @@ def _world(**files: Path) -> None:
     if device is not None:
         found = load_device(Path(str(device)))
         found.compute_seconds(Cost("backward", 3), Moment(0, 1, 1, 1.5))
-        (found.coding or CodingRates()).compute_seconds(CodingCost("encode", "int8", 500))
+        (found.coding or CodingRates()).compute_seconds("encode", 500, "int8")
 
 
 def _settings(path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from safetensors.torch import save_file
 
 from farflung import files, state_trees
 from farflung.errors import CheckpointError
@@ -41,9 +40,8 @@ def make(folder: Path) -> Run:
 def runs(folder: Path, line: Callable[[], object], written: Callable[[Path], object]) -> Run:
     """Run to the end; calls a function before each line that writes or removes files, another after each write."""
 
-    def saved(tensors: Any, path: Path, about: Any) -> None:
-        save_file(tensors, path, about)
-        written(path)
+    def synced(descriptor: int) -> None:
+        written(Path(f"/proc/self/fd/{descriptor}").readlink())
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         del arg
@@ -54,7 +52,7 @@ def runs(folder: Path, line: Callable[[], object], written: Callable[[Path], obj
         return trace
 
     run = make(folder)
-    with mock.patch.object(state_trees, "save_file", saved):
+    with mock.patch.object(os, "fsync", synced):
         before = sys.gettrace()
         sys.settrace(trace)
         try:

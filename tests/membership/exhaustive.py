@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from farflung.membership import EndCertificate, Member, MemberReport, Message, View
 from tests.membership.mutants import MUTANTS
 from tests.membership.world import Broken, unsigned
+
+T = TypeVar("T")
 
 __all__ = ["ALL", "FEW", "LIMIT", "Exhausted", "Fault", "explore"]
 
@@ -297,8 +299,8 @@ class Search:
     def check_end(self, state: State) -> None:
         """Nothing is under way: a member trains with all of its view, or lacks a quorum that can talk."""
         for name, member in state.members.items():
-            view = member.view
-            if view is None:
+            view, known = member.view, member.knowledge
+            if view is None or known is None:
                 continue
             same = {x for x in view.members if x in state.members and state.members[x].view == view}
             for other, peer in state.members.items():
@@ -314,7 +316,7 @@ class Search:
                     name in part
                     and linked
                     and same.issuperset(part)
-                    and Member._is_quorum(member, part, member._view_certificates)
+                    and Member._is_quorum(member, part, known.certificates)
                 ):
                     raise Broken(f"{name} hangs in {view}; {describe(state.path)}")
             elif len(same) < len(view.members) or any(state.members[x].is_frozen for x in same):
@@ -341,10 +343,11 @@ class Search:
     def member_key(self, member: Member) -> Any:
         found = self._keys.get(id(member))
         if found is None:
+            known = member.knowledge
             key = (
                 member.view,
-                tuple(sorted(member._fact_counts.items())),
-                tuple((x, self.message_key(c)) for x, c in sorted(member._view_certificates.items())),
+                known and tuple(sorted(known.fact_counts.items())),
+                known and tuple((x, self.message_key(c)) for x, c in sorted(known.certificates.items())),
                 tuple((x, self.message_key(r)) for x, r in sorted(member._reports.items())),
                 tuple(sorted((vote, tuple(sorted(names))) for vote, names in member._voters.items())),
                 member._held_exchanges,
@@ -382,10 +385,17 @@ class Search:
 
 
 def copied(member: Member) -> Member:
-    after = object.__new__(type(member))
-    for name, value in vars(member).items():
-        setattr(after, name, value.copy() if isinstance(value, set | dict) else value)
+    after = with_own_values(member)
+    after.knowledge = member.knowledge and with_own_values(member.knowledge)
     after._voters = {vote: set(names) for vote, names in member._voters.items()}
+    return after
+
+
+def with_own_values(state: T) -> T:
+    """A copy with sets and dictionaries of its own."""
+    after = object.__new__(type(state))
+    for name, value in vars(state).items():
+        setattr(after, name, value.copy() if isinstance(value, set | dict) else value)
     return after
 
 

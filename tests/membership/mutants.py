@@ -65,9 +65,9 @@ class WithoutVotes(Member):
     """Unanimous reports decide."""
 
     def _cast_vote(self) -> None:
-        assert self.view is not None
+        assert self.knowledge is not None
         part = self._find_participants()
-        if self.name in part and self._is_quorum(part, self._view_certificates):
+        if self.name in part and self._is_quorum(part, self.knowledge.certificates):
             reports = self._collect_unanimous(part, self._build_report())
             if reports is not None:
                 self._install_view(self._choose_value(reports))
@@ -86,6 +86,7 @@ class WithoutUnanimity(Member):
     def _collect_unanimous(
         self, participants: Iterable[str], own_report: MemberReport
     ) -> dict[str, MemberReport] | None:
+        assert self.knowledge is not None
         names = list(participants)
         reports = {x: own_report if x == self.name else self._reports.get(x) for x in names}
         frozen = {
@@ -93,7 +94,7 @@ class WithoutUnanimity(Member):
             for x, report in reports.items()
             if report is not None and report.held_exchanges is not None
         }
-        return frozen if self._is_quorum(frozen, self._view_certificates) else None
+        return frozen if self._is_quorum(frozen, self.knowledge.certificates) else None
 
 
 class OldestHeld(Member):
@@ -121,10 +122,13 @@ class AccusedLeave(Member):
 
     def _find_participants(self) -> list[str]:
         assert self.view is not None
+        assert self.knowledge is not None
         accused = {
-            fact.peer for fact, count in self._fact_counts.items() if fact.kind == "link" and count % 2
+            fact.peer
+            for fact, count in self.knowledge.fact_counts.items()
+            if fact.kind == "link" and count % 2
         }
-        return [x for x in self.view.members if x not in self._view_certificates and x not in accused]
+        return [x for x in self.view.members if x not in self.knowledge.certificates and x not in accused]
 
 
 class Mutant(NamedTuple):

@@ -242,6 +242,7 @@ class Plan:
         """A quorum that can talk installs a view, and all that can hear of a view have."""
         member, nodes = node.member, self.world.nodes
         assert member.view is not None
+        assert member.knowledge is not None
         for other in self.living():
             newer = other.member.view is not None and other.member.view.number > member.view.number
             if newer and self.world.link(node.name, other.name).up:
@@ -253,7 +254,7 @@ class Plan:
             agree
             and linked
             and node.name in part
-            and Member._is_quorum(member, part, member._view_certificates)
+            and Member._is_quorum(member, part, member.knowledge.certificates)
         ):
             raise Broken(f"{node.name} hangs in view {member.view}: {''.join(part)} could decide")
 

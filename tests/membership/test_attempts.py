@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from farflung.errors import WaitEnded
 from farflung.faults import FaultPlan
 from farflung.membership import View
 from farflung.membership.connections import Connections
-from farflung.membership.subgroup import Subgroup, ViewChannel
+from farflung.membership.subgroup import Subgroup
 from farflung.network import Link
 from farflung.sim import VirtualRuntime, VirtualWorld
 from farflung.tasks import Pending
@@ -23,18 +24,20 @@ def test_an_attempt_that_resumes_in_a_newer_view_neither_sends_nor_takes_message
     comm = Mock(rank=0, size=3, lane=None)
     comm.recv.return_value = comm.send.return_value = Pending()
     views = ["first"]
-    channel = ExchangeChannel(comm, Purpose.STEP.build_exchange_id(7), 0)
-    attempt = ViewChannel(Subgroup(comm, [0, 2]), channel, lambda: views[-1] == "first")
+    sent_counts = np.zeros(3, dtype=np.int64)
+    group = Subgroup(comm, [0, 2], is_current=lambda: views[-1] == "first", sent_counts=sent_counts)
+    attempt = ExchangeChannel(group, Purpose.STEP.build_exchange_id(7), 0)
     payload = Payload((torch.zeros(2),))
     assert not attempt.recv(1, 0).is_done
     assert not attempt.send(payload, 1, 0).is_done
-    sent, calls = attempt.sent_nbytes, len(comm.mock_calls)
+    sent, calls = [0, 0, payload.nbytes], len(comm.mock_calls)
+    assert sent_counts.tolist() == sent
     views.append("second")
     attempt.post_recv_buffer(1, 0, torch.zeros(2))
     for ended in (attempt.recv(1, 1), attempt.send(payload, 1, 1)):
         with pytest.raises(WaitEnded, match="rank 2"):
             raise ended.error  # type: ignore[misc]
-    assert (attempt.sent_nbytes, len(comm.mock_calls)) == (sent, calls)
+    assert (sent_counts.tolist(), len(comm.mock_calls)) == (sent, calls)
 
 
 def test_one_that_stood_still_itself_counts_the_silence_of_others_from_then_on() -> None:

@@ -27,7 +27,7 @@ from farflung.membership.agreement import Agreement
 from farflung.membership.exchanges import ExchangeLog
 from farflung.membership.joining import Joiner
 from farflung.membership.roster import Roster
-from farflung.membership.subgroup import ViewChannel
+from farflung.membership.subgroup import Subgroup
 from farflung.network import NetworkProfile, find_network
 from farflung.recipes import RECIPES
 from farflung.runs.config import SimulatedConfig
@@ -38,7 +38,7 @@ from farflung.sim import VirtualWorld
 from farflung.state_trees import pack_tree
 from farflung.tasks import Pending
 from farflung.telemetry import Event, Telemetry
-from farflung.types import CodecState, Draw, DrawContext, Payload, ReduceResult, State
+from farflung.types import CodecState, Draw, DrawContext, Payload, ReduceResult, State, Tag
 from farflung.workloads.synthetic import Quadratic
 from tests.covering import diagonal, thorough
 
@@ -545,16 +545,13 @@ def test_one_that_is_busy_for_too_long_is_left_out_by_name(caplog: pytest.LogCap
 
 def test_a_run_in_which_nothing_moves_though_all_answer_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the program, for which no member is left out; one is lost later, so that the run ends anyway."""
-    recv = ViewChannel.recv
+    recv = Subgroup.recv
 
-    def stall(self: ViewChannel, *message: Any) -> Pending[Payload]:
-        return (
-            Pending()
-            if self.get_tag(0).exchange == Purpose.STEP.build_exchange_id(3)
-            else recv(self, *message)
-        )
+    def stall(self: Subgroup, src: int, tag: Tag, *expect: Any) -> Pending[Payload]:
+        is_stalled = tag.exchange == Purpose.STEP.build_exchange_id(3)
+        return Pending() if is_stalled else recv(self, src, tag, *expect)
 
-    monkeypatch.setattr(ViewChannel, "recv", stall)
+    monkeypatch.setattr(Subgroup, "recv", stall)
     ended = run(2, FaultPlan().crash(1, at_s=30.0), deadline_s=0.1)
     said = (
         r"^exchange \d+ is not complete after 10 s, and nothing has moved for 10 s, but all members answer$"

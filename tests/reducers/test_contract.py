@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farflung.codecs import DGC, DeMo, Identity, RandomK, TopK, Truncate16, by_role, by_size, error_feedback
-from farflung.comm import AUTO, COLLECTIVES, Collective, ExchangeChannel
+from farflung.comm import COLLECTIVES, Collective, ExchangeChannel
 from farflung.errors import ConfigError, ProtocolError, Unsupported
 from farflung.reducers import (
     REDUCERS,
@@ -294,8 +294,8 @@ def test_it_says_what_it_sums_before_it_does(name: str, dtype: str, monkeypatch:
     def make(rank: int, step: int) -> Tensor:
         return gradient(rank, step, MANY.numel).to(spec.dtype)
 
-    monkeypatch.setitem(COLLECTIVES, AUTO, Collective(watched))
-    reducer: Any = replace(row, collective=AUTO)  # type: ignore[type-var]
+    monkeypatch.setitem(COLLECTIVES, "watched", Collective(watched))
+    reducer: Any = replace(row, collective="watched")  # type: ignore[type-var]
     run(reducer, 3, 1, spec=spec, make=make, first_step=LATE)
     assert all(sorted(each) == sorted(reducer.list_summed_nbytes(spec, 3)) for each in found)
 

@@ -18,7 +18,7 @@ from farflung.devices import CodingRates, DeviceProfile
 from farflung.engine.reducer_states import ReducerStates
 from farflung.errors import ConfigError, Unsupported
 from farflung.reducers import GradiVeQ
-from farflung.reducers.gradiveq import window
+from farflung.reducers.gradiveq import slices, window
 from farflung.reducers.gradiveq.slices import Layout, SliceCoder
 from farflung.reducers.gradiveq.window import (
     compute_basis,
@@ -75,7 +75,7 @@ def bases_of(layout: Layout, samples: Tensor, left_out: float) -> tuple[dict[str
     state = window.init_window(0, layout)
     for sample in samples:
         state = window.add_mean(state, sample, 1)
-    state = window.solve_bases(state, None, left_out, lambda numel, find: find())
+    state = window.solve_bases(state, None, left_out, lambda numel: None)
     return state["means"], state["bases"]
 
 
@@ -177,6 +177,23 @@ def test_the_loss_is_that_of_the_own_tensor() -> None:
     coder.decode(coder.encode(whole), whole, 1.0)
     left = (coder._tensor - tensor)[:144].norm() / tensor[:144].norm()
     assert coder.relative_error == pytest.approx(float(left), rel=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_chunks_of_slices_are_coded_as_all_at_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of seven slices cover a layer of seven, and begin in the middle of a segment of the other."""
+    layout = Layout.from_spec(CONVOLUTIONS, 22)
+    assert [layer.num_slices for layer in layout.layers] == [7, 18]
+    samples, results = normal(6 * 560).view(6, 560), []
+    for num_slices in (100, chunk):
+        monkeypatch.setattr(slices, "_CHUNK_SLICES", num_slices)
+        coder = coder_of(layout, samples, normal(560, 5), 2.0, 0.3)
+        encoded = [coder.encode(segment) for segment in coder.split(3)]
+        for sums, segment in zip(encoded, coder.split(3), strict=True):
+            assert len(sums) == coder.count_encoded(segment)
+            coder.decode(sums, segment, 4.0)
+        results.append((*encoded, coder._tensor, torch.tensor(coder.relative_error)))
+    torch.testing.assert_close(*results)
 
 
 # --- around a ring ----------------------------------------------------------------------------------------------

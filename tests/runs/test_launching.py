@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.comm import ViewSession
+from farflung.comm import Refusals
 from farflung.runs import Run, RunOptions, joining, launching, prepare_training, train, training
 from farflung.runs.events import BufferedSink
 from farflung.runs.folder import RunFolder
@@ -106,7 +106,7 @@ def test_what_all_workers_have_refused_in_all_legs_is_in_the_summary(tmp_path: P
 
 def test_a_replica_tells_what_it_has_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = {"messages": 0, "connections": 1234}
-    monkeypatch.setattr(ViewSession, "refusals", refused)
+    monkeypatch.setattr(Refusals, "to_json", lambda refusals: refused)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     ended = train("synthetic/quadratic", steps=2, out=tmp_path / "run")

@@ -27,7 +27,6 @@ from farflung.tasks import Pending
 from farflung.types import (
     Channel,
     CodecState,
-    CodingCost,
     Contribution,
     Reducer,
     ReduceResult,
@@ -96,9 +95,8 @@ class Signs(Reducer):
     async def reduce(
         self, channel: Channel, slot: StateSlot, contribution: Contribution, *, step: int
     ) -> ReduceResult:
-        signs = channel.compute(
-            CodingCost("encode", "all signs", contribution.tensor.numel()), contribution.tensor.sign
-        )
+        channel.charge("encode", contribution.tensor.numel(), "all signs")
+        signs = contribution.tensor.sign()
         total, side = await CodecExchange(channel, self.collective, pack_metadata(contribution), step).sum(
             signs
         )

@@ -78,7 +78,7 @@ def test_options_out_of_range_are_refused_with_the_reason(schedule: str) -> None
     ("schedule", "settings", "reason"),
     [
         ("pipelined(predict=True)", {"optimizer": "adam"}, "use --optimizer sgd"),
-        ("local_sgd(2, 'averaged')", {"optimizer": "lars"}, "the state of Lars is not known"),
+        ("local_sgd(2, 'averaged')", {"optimizer": "lars"}, "the moments of Lars cannot be averaged"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(

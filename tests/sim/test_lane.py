@@ -20,7 +20,6 @@ from farflung.reducers import REDUCERS, CodecReducer, PowerSGD, SharedScaleQSGD
 from farflung.sim import LinkModel, VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import (
-    CodingCost,
     Contribution,
     Cost,
     ParameterSpan,
@@ -340,7 +339,7 @@ def test_what_is_off_the_clock_takes_no_time() -> None:
         assert off.comm.coding_processor is None
         await exchange(off, CodecReducer(TopK()))
         channel = ExchangeChannel(off.comm, 1, 0)
-        channel.compute(CodingCost("encode", "topk", NUMEL), lambda: None)
+        channel.charge("encode", NUMEL, "topk")
         await channel.wait_computed()
         return runtime.read_clock()
 

@@ -21,7 +21,7 @@ class Members:
 
     def __init__(self) -> None:
         self._notices = deque[Callable[[], None]]()
-        self.membership = Membership([Mailbox() for _ in range(SIZE)], (), self._say, self._say)
+        self.membership = Membership([Mailbox(lambda: 0.0) for _ in range(SIZE)], (), self._say, self._say)
 
     def _say(self, src: int, dst: int, then: Callable[[], None]) -> None:
         del src, dst

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from farflung.comm import AUTO, resolve_collective
 from farflung.decisions import DecisionLog
-from farflung.network import Link, NetworkProfile, Site, find_network
+from farflung.network import Link, Medium, NetworkProfile, Site, find_network, format_profile, load_profile
 from farflung.network.link import compute_mean_capacity
 from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Payload, Tag
-from farflung.wall.measuring import GROWTH, MAX_NBYTES, measure_network
+from farflung.wall.measuring import GROWTH, MAX_NBYTES, NetworkMeasurement, measure_network, probe_network
 from farflung.wall.runtime import WallRuntime
 
 
@@ -96,3 +97,70 @@ def test_on_loopback_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
         ]
     finally:
         runtime.close()
+
+
+# --- probed link by link --------------------------------------------------------------------------------------------
+
+
+def probed(network: NetworkProfile) -> tuple[NetworkMeasurement, float]:
+    """What a probe finds, and the virtual seconds it takes."""
+    assert network.nodes is not None
+    world = VirtualWorld(network.nodes, network=network)
+    found, *others = world.run([probe_network(runtime) for runtime in world.runtimes])
+    assert found is not None
+    assert others == [None] * (network.nodes - 1)
+    return found, world.clock.time()
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_each_link_is_probed_alone(size: int) -> None:
+    link = Link(0.03, 1e7)
+    found, seconds = probed(NetworkProfile.create_uniform(link, size))
+    assert [*found.links] == [(src, dst) for src in range(size) for dst in range(size) if src != dst]
+    for one in found.links.values():
+        assert one.latency_s == pytest.approx(link.latency_s, rel=0.01)
+        assert one.bandwidth_bps == pytest.approx(link.bandwidth_bps, rel=0.01)
+        assert one.low_bps <= one.bandwidth_bps <= one.high_bps
+    profile = found.build_profile("probed", [f"machine {rank}" for rank in range(size)])
+    assert not profile.media
+    assert {(site.up_bps, site.down_bps) for site in profile.sites} == {(float("inf"), float("inf"))}
+    assert seconds < 60
+
+
+def test_a_slow_start_does_not_count() -> None:
+    base = NetworkProfile.create_uniform(Link(0.05, 5e7), 2)
+    found, _ = probed(
+        NetworkProfile("far", base.sites, base.site_links, default=base.default, congestion="cubic")
+    )
+    assert found.links[0, 1].bandwidth_bps == pytest.approx(5e7, rel=0.1)
+
+
+def test_an_uplink_that_links_share_is_told_from_the_links() -> None:
+    sites = tuple(Site(f"home {number}", 1, up_bps=5e6, down_bps=4e7) for number in range(4))
+    found, _ = probed(NetworkProfile("homes", sites, default=Link(0.01)))
+    profile = found.build_profile("probed", [site.name for site in sites])
+    assert [site.up_bps for site in profile.sites] == pytest.approx([5e6] * 4, rel=0.02)
+    assert {site.down_bps for site in profile.sites} == {float("inf")}
+    assert not profile.media
+
+
+def test_a_medium_that_all_share_is_found() -> None:
+    sites = tuple(Site(f"laptop {number}", 1, medium="air") for number in range(4))
+    network = NetworkProfile("air", sites, media=(Medium("air", 2e7),), default=Link(0.002))
+    found, _ = probed(network)
+    (medium,) = found.build_profile("probed", [site.name for site in sites]).media
+    assert medium.bandwidth_bps == pytest.approx(2e7, rel=0.02)
+
+
+def test_what_was_probed_is_read_again(tmp_path: Path) -> None:
+    sites = tuple(Site(f"laptop {number}", 1, up_bps=5e6, medium="air") for number in range(3))
+    found, _ = probed(NetworkProfile("air", sites, media=(Medium("air", 2e6),), default=Link(0.002)))
+    profile = found.build_profile("my network", [site.name for site in sites])
+    (path := tmp_path / "mine.toml").write_text(format_profile(profile, ["measured at home"]))
+    read = load_profile(path)
+    assert (read.name, [site.name for site in read.sites]) == ("my network", [site.name for site in sites])
+    assert [site.medium for site in read.sites] == ["shared by all"] * 3
+    assert read.media[0].bandwidth_bps == pytest.approx(profile.media[0].bandwidth_bps, rel=1e-3)
+    for ours, theirs in zip(read.site_links, profile.site_links, strict=True):
+        assert (ours.src, ours.dst) == (theirs.src, theirs.dst)
+        assert ours.link.latency_s == pytest.approx(theirs.link.latency_s, rel=1e-3)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from typing_extensions import override
@@ -20,12 +20,13 @@ from farflung.errors import Unsupported
 from farflung.reducers import REDUCERS, CodecReducer
 from farflung.sim import VirtualWorld
 from farflung.spec import build
+from farflung.tasks import Pending
 from farflung.types import (
     Codec,
-    CodingCost,
     Communicator,
     Contribution,
     ParameterSpan,
+    Payload,
     Reducer,
     Seeds,
     StateSlot,
@@ -34,7 +35,8 @@ from farflung.types import (
 
 __all__ = ["CodingTask", "build_coding_tasks", "build_ladder", "measure_coding", "select_specs"]
 
-T = TypeVar("T")
+Durations: TypeAlias = "dict[tuple[str, int, str], list[float]]"
+"""Seconds by operation, number of elements and method."""
 
 REPLICAS = 2
 """Default number of ranks that exchange while the stopwatch runs; each computes for itself."""
@@ -122,7 +124,7 @@ def measure_coding(
     """Measures median times of exchanges by operation and method, for :class:`farflung.devices.CodingRates`.
 
     Replicas of virtual time exchange random numbers by each reducer. Every operation that is charged to a
-    modelled device is timed under the same name.
+    modelled device is timed under the same name, until its channel is called again.
 
     Args:
       tasks: Tasks to measure.
@@ -132,7 +134,7 @@ def measure_coding(
       clock: Function that returns seconds; by default, this thread's processor time.
       on_begin: Callback that gets the name of the next task.
     """
-    durations: dict[CodingCost, list[float]] = {}
+    durations: Durations = {}
     for task in tasks:
         on_begin(task.name)
         for reducer in task.reducers:
@@ -142,9 +144,9 @@ def measure_coding(
                         reducer, _reshape_unsupported_spec(reducer, spec), rounds, replicas, clock, durations
                     )
     points: dict[tuple[str, str], dict[int, float]] = {}
-    for cost, seconds in durations.items():
-        if cost.numel:
-            points.setdefault((cost.operation, cost.method), {})[cost.numel] = statistics.median(seconds)
+    for (operation, numel, method), seconds in durations.items():
+        if numel:
+            points.setdefault((operation, method), {})[numel] = statistics.median(seconds)
     requested = {spec.numel for spec in specs}
     return {key: _drop_close_points(values, requested) for key, values in points.items()}
 
@@ -159,7 +161,7 @@ def _drop_close_points(points: Mapping[int, float], requested: Collection[int]) 
 
 
 class _TimedChannel(ExchangeChannel):
-    """Channel with a stopwatch around computations.
+    """Channel that times each charged operation until the next call.
 
     Args:
       comm: Communicator of one replica.
@@ -173,17 +175,39 @@ class _TimedChannel(ExchangeChannel):
         comm: Communicator,
         step: int,
         clock: Callable[[], float],
-        durations: dict[CodingCost, list[float]],
+        durations: Durations,
     ) -> None:
         super().__init__(comm, Purpose.STEP.build_exchange_id(step), 0)
         self._clock, self._durations = clock, durations
+        self._running: tuple[str, int, str] | None = None
+        self._begin_s = 0.0
+
+    def stop(self) -> None:
+        """Ends the running operation, if any."""
+        if self._running is not None:
+            self._durations.setdefault(self._running, []).append(self._clock() - self._begin_s)
+            self._running = None
 
     @override
-    def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
-        begin = self._clock()
-        value = super().compute(cost, fn)
-        self._durations.setdefault(cost, []).append(self._clock() - begin)
-        return value
+    def charge(self, operation: str, numel: int, method: str = "") -> None:
+        self.stop()
+        super().charge(operation, numel, method)
+        self._running, self._begin_s = (operation, numel, method), self._clock()
+
+    @override
+    def reserve_hops(self, count: int) -> int:
+        self.stop()
+        return super().reserve_hops(count)
+
+    @override
+    def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
+        self.stop()
+        return super().send(payload, dst, hop)
+
+    @override
+    def recv(self, src: int, hop: int, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
+        self.stop()
+        return super().recv(src, hop, expect)
 
 
 def _reshape_unsupported_spec(reducer: Reducer, spec: TensorSpec) -> TensorSpec:
@@ -201,7 +225,7 @@ def _time_exchanges(
     rounds: int,
     replicas: int,
     clock: Callable[[], float],
-    durations: dict[CodingCost, list[float]],
+    durations: Durations,
 ) -> None:
     world = VirtualWorld(replicas)
     warm_up = max(WARM_UP, reducer.compute_num_exchanges(1))
@@ -217,7 +241,9 @@ def _time_exchanges(
             channel = _TimedChannel(comm, step, clock, recorded)
             contribution = Contribution(gradient.clone(), 1.0, torch.zeros(0, dtype=torch.float64))
             result = await reducer.reduce(channel, slot, contribution, step=step)
+            channel.stop()
             if result.update_state is not None:
                 slot.state = result.update_state(slot.state)
+                channel.stop()
 
     world.run([run_replica(rank) for rank in range(replicas)])

@@ -1,4 +1,4 @@
-"""``farflung doctor``: checks this machine and measures its connection to others."""
+"""``farflung doctor``: checks this machine and its connection to others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import re
 import resource
 import socket
+import ssl
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -43,17 +44,17 @@ SYSCTL_FOLDER = Path("/proc/sys/net/ipv4")
 
 @dataclass(frozen=True)
 class Doctor:
-    """Check this machine, and measure the connection to other machines.
+    """Check this machine, and the connection to other machines.
 
     On one machine, run farflung doctor --serve; on another, farflung doctor HOST:PORT with the port that the
-    first has printed. Reports connections in both directions, round trip, throughput, clocks and versions. Exit
-    code 1 if a machine cannot be reached.
+    first has printed. Reports connections in both directions, round trip, clocks and versions. Exit code 1 if a
+    machine cannot be reached. farflung probe measures throughput.
     """
 
     peers: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Machines to measure, each as HOST:PORT."""
+    """Machines to reach, each as HOST:PORT."""
     serve: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Answer other machines until Ctrl-C. Anyone who reaches the port can measure this machine's network."""
+    """Answer other machines until Ctrl-C. Anyone who reaches the port can ask for its version and clock."""
     port: int = 0
     """Port to listen on: with --serve for others, else for connections back; 0: any port that is free."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -90,8 +91,6 @@ class Doctor:
                     "peer": text,
                     "connects back": "no" if result.connect_back_error else "yes",
                     "round trip": f"{1e3 * result.round_trip_s:.3g} ms",
-                    "to it": f"{result.upload_bps / 1e6:.4g} Mbit/s",
-                    "from it": f"{result.download_bps / 1e6:.4g} Mbit/s",
                     "its clock": f"{1e3 * result.clock_s:+.3g} ms",
                     "its version": result.version
                     if result.version == farflung.__version__
@@ -148,6 +147,7 @@ def _describe_machine(hosts: list[str]) -> dict[str, str]:
     return {
         "farflung": f"{farflung.__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}",
         "torch": f"{torch.__version__}, {torch.cuda.device_count()} CUDA devices",
+        "encryption": _describe_openssl(),
         "installed": ", ".join(f"{name} {release}" for name, release in packages.items() if release),
         "not installed": ", ".join(name for name, release in packages.items() if not release)
         or "nothing is missing",
@@ -160,6 +160,12 @@ def _describe_machine(hosts: list[str]) -> dict[str, str]:
         "lab": "farflung lab --check says" if packages["pyroute2"] else "no: pip install 'farflung[lab]'",
         "samples from Kafka": "yes" if packages["confluent-kafka"] else "no: pip install 'farflung[kafka]'",
     }
+
+
+def _describe_openssl() -> str:
+    """Describes the OpenSSL that Python is linked to, and whether a later one encrypts faster."""
+    is_slow = ssl.OPENSSL_VERSION_INFO < (3, 1)
+    return ssl.OPENSSL_VERSION + ("; 3.1 and later encrypt up to twice as fast" if is_slow else "")
 
 
 def _describe_congestion_control() -> str:

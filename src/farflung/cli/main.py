@@ -49,6 +49,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "lab": ("farflung.lab.cli", "RunInLab"),
     "data": ("farflung.cli.fetch", "Data"),
     "calibrate": ("farflung.cli.calibrate", "Calibrate"),
+    "probe": ("farflung.cli.probe", "Probe"),
     "doctor": ("farflung.cli.doctor", "Doctor"),
     "keys": ("farflung.cli.keys", "MakeKeys"),
     "coded": ("farflung.coded.cli", "Coded"),

@@ -1,8 +1,7 @@
 """Probes of the connection to another machine, which runs ``farflung doctor --serve``.
 
 A request is JSON after its length, and so is its reply. ``hello`` asks for version and clock. With a port, the
-other machine also connects back, only to the host that asks. After ``take``, the asking side sends bytes until
-it closes its end; after ``read_rows``, the other machine does.
+other machine also connects back, only to the host that asks.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ __all__ = ["ProbeResult", "create_listener", "handle_requests", "probe", "serve_
 
 TIMEOUT_S = 5.0
 """Time limit of a reply or a connection."""
-SEND_S, MAX_SEND_S = 1.0, 2.0
-"""Duration of sending in one direction, and its limit when another machine requests it."""
 NUM_PINGS, MAX_REQUESTS, MAX_CONNECTIONS = 8, 16, 32
 """Number of round trips, of requests allowed on a connection, and of simultaneous connections."""
 MAX_NBYTES = 1 << 10
@@ -43,16 +40,12 @@ class ProbeResult:
       version: Version of farflung on the other machine.
       connect_back_error: Reason why the other machine could not connect back; empty if it could.
       round_trip_s: Shortest round trip of several.
-      upload_bps: Bits a second to the other machine.
-      download_bps: Bits a second from it.
       clock_s: Offset of its clock from this one's, accurate to half a round trip.
     """
 
     version: str
     connect_back_error: str
     round_trip_s: float
-    upload_bps: float
-    download_bps: float
     clock_s: float
 
 
@@ -88,21 +81,16 @@ def handle_requests(sock: socket.socket) -> None:
     with sock, suppress(OSError, *PARSE_ERRORS):
         for _ in range(MAX_REQUESTS):
             request = _receive_message(sock)
-            if request["ask"] == "hello":
-                reason = None
-                if "port" in request:
-                    reason = _try_connect_back(sock, int(request["port"]), int(request["token"]))
-                _send_message(sock, {"version": __version__, "time_s": time.time(), "back": reason or ""})
-                continue
-            if request["ask"] == "take":
-                _send_message(sock, {"bps": _measure_receive_bps(sock)})
-            elif request["ask"] == "give":
-                _send_zeros(sock, float(request["for_s"]))
-            return
+            if request["ask"] != "hello":
+                return
+            reason = None
+            if "port" in request:
+                reason = _try_connect_back(sock, int(request["port"]), int(request["token"]))
+            _send_message(sock, {"version": __version__, "time_s": time.time(), "back": reason or ""})
 
 
 def probe(address: tuple[str, int], *, port: int = 0) -> ProbeResult:
-    """Measures the connection to a machine that runs ``farflung doctor --serve``.
+    """Checks the connection to a machine that runs ``farflung doctor --serve``.
 
     Args:
       address: Host and port of the machine.
@@ -128,13 +116,7 @@ def probe(address: tuple[str, int], *, port: int = 0) -> ProbeResult:
             remote_s, round_trip_s = float(_receive_message(sock)["time_s"]), time.monotonic() - begin
             if round_trip_s < shortest_s:
                 shortest_s, clock_s = round_trip_s, remote_s - sent_s - round_trip_s / 2
-    with _connect(address) as sock:
-        _send_message(sock, {"ask": "take"})
-        _send_zeros(sock, SEND_S)
-        upload_bps = float(_receive_message(sock)["bps"])
-    with _connect(address) as sock:
-        _send_message(sock, {"ask": "give", "for_s": SEND_S})
-        return ProbeResult(version, reason, shortest_s, upload_bps, _measure_receive_bps(sock), clock_s)
+    return ProbeResult(version, reason, shortest_s, clock_s)
 
 
 @contextmanager
@@ -155,7 +137,7 @@ def _send_message(sock: socket.socket, message: Mapping[str, Json]) -> None:
 
 
 def _receive_message(sock: socket.socket) -> Any:
-    deadline = time.monotonic() + TIMEOUT_S + MAX_SEND_S
+    deadline = time.monotonic() + TIMEOUT_S
     (nbytes,) = LENGTH.unpack(receive_exactly(sock, LENGTH.size, deadline))
     if nbytes > MAX_NBYTES:
         raise ValueError("too long")
@@ -170,23 +152,3 @@ def _try_connect_back(sock: socket.socket, port: int, token: int) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-def _send_zeros(sock: socket.socket, duration_s: float) -> None:
-    """Sends zeros for some seconds, at most :data:`MAX_SEND_S`, then ends sending."""
-    deadline, chunk = time.monotonic() + min(duration_s, MAX_SEND_S), bytes(1 << 16)
-    sock.settimeout(TIMEOUT_S)
-    while time.monotonic() < deadline:
-        sock.sendall(chunk)
-    sock.shutdown(socket.SHUT_WR)
-
-
-def _measure_receive_bps(sock: socket.socket) -> float:
-    """Receives bytes until the other end is closed; returns bits a second."""
-    nbytes, begin = 0, time.monotonic()
-    sock.settimeout(TIMEOUT_S)
-    while chunk := sock.recv(1 << 18):
-        nbytes += len(chunk)
-        if time.monotonic() - begin > MAX_SEND_S + TIMEOUT_S:
-            raise TimeoutError("it does not end")
-    return 8 * nbytes / max(1e-9, time.monotonic() - begin)

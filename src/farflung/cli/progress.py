@@ -217,6 +217,11 @@ class Progress(Bar):
             self._recent.clear()
             if self._first_step == 0:  # after a resume the first step has the samples so far
                 self._recent.append((0, 0.0))
+            if isinstance(dropped := event.get("dropped"), list):
+                names = ", ".join(map(str, dropped)) or "none"
+                self._report_event(
+                    event, f"another recipe: exchanges in flight are merged; dropped states: {names}"
+                )
         elif kind == "step":
             self._handle_step(event)
         elif kind == "evaluation":

@@ -13,8 +13,9 @@ BYTE = 8
 def pack(values: Tensor, bits: int) -> Tensor:
     """Packs numbers of ``bits`` bits, eight of them into ``bits`` bytes.
 
-    The eight bytes of eight numbers are one 64-bit word, in which neighbors are joined in three rounds: bytes to
-    pairs, pairs to fours, fours to eights. The last group is padded with zeros.
+    Neighbors are joined in rounds. With 1, 2 or 4 bits, a round joins the two bytes of a 16-bit word to one byte,
+    until bytes are full. Otherwise the eight bytes of eight numbers are one 64-bit word, in which bytes are joined
+    to pairs, pairs to fours, fours to eights. The last group is padded with zeros.
 
     Args:
       values: uint8 tensor of shape ``(n,)``, each number below ``2**bits``.
@@ -25,7 +26,14 @@ def pack(values: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return values
-    words = _pad(values, 8).view(torch.int64)
+    values = _pad(values, 8)
+    if BYTE % bits == 0:
+        while bits < BYTE:
+            pairs = values.view(torch.int16)
+            values = (pairs >> (BYTE - bits)).bitwise_or_(pairs).to(torch.uint8)
+            bits *= 2
+        return values
+    words = values.view(torch.int64)
     for unit in (16, 32, 64):
         field = unit // 16 * bits
         low = _repeat_pattern(unit, (1 << field) - 1)
@@ -38,6 +46,14 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Unpacks ``numel`` numbers as uint8."""
     if bits == 8:
         return packed
+    if BYTE % bits == 0:
+        field = BYTE
+        while field > bits:
+            field //= 2
+            pairs = packed.to(torch.int16)
+            pairs = (pairs << (BYTE - field)).bitwise_or_(pairs).bitwise_and_(((1 << field) - 1) * 0x101)
+            packed = pairs.view(torch.uint8)
+        return packed[:numel]
     groups = packed.numel() // bits
     spread = packed.new_zeros(groups, 8)
     spread[:, :bits] = packed.view(groups, bits)

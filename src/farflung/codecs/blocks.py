@@ -14,7 +14,7 @@ __all__ = ["Norm", "allocate_scratch", "compute_bucket_norms", "get_working_dtyp
 Norm = Literal["l2", "max", "mean"]
 """Norm of a bucket; ``mean`` is the mean magnitude."""
 
-BLOCK_NUMEL = 1 << 16
+BLOCK_NUMEL = 1 << 17
 """Our choice: a float32 block and its scratch fit in a 1 MiB cache, and Python's share of the time is small."""
 
 
@@ -68,9 +68,9 @@ def compute_bucket_norms(tensor: Tensor, bucket_size: int, norm: Norm) -> Tensor
         return _REDUCE[norm](rows.div_(count) if norm == "mean" else rows, -1)
 
     for start, stop in iter_blocks(tensor, bucket_size):
-        piece = scratch[: stop - start].copy_(tensor[start:stop])
+        piece = tensor[start:stop].to(dtype)
         if norm != "l2":
-            piece.abs_()
+            piece = torch.abs(piece, out=scratch[: stop - start])
         first, num_buckets = start // bucket_size, (stop - start) // bucket_size
         if num_buckets:
             rows = piece[: num_buckets * bucket_size].view(num_buckets, bucket_size)

@@ -38,24 +38,27 @@ def to_level_codes(
     Returns:
       :math:`l_i + s` as uint8.
     """
-    codes = torch.empty(tensor.numel(), dtype=torch.uint8, device=tensor.device)
+    codes = torch.empty(tensor.numel(), dtype=torch.int8, device=tensor.device)
     dtype = get_working_dtype(tensor.dtype)
+    # Testing for finite norms is cheap on a CPU; on other devices it would synchronize.
+    is_finite = norms.device.type == "cpu" and bool(norms.isfinite().all())
     # In an infinite bucket only infinities reach the outer levels; a bucket of zeros stays zero.
     divisors = torch.where(norms > 0, norms.clamp_max(torch.finfo(dtype).max), 1.0)
     scratch = allocate_scratch(tensor, bucket_size, dtype)
     noise = torch.empty_like(scratch)
     for start, stop in iter_blocks(tensor, bucket_size):
-        x = scratch[: stop - start].copy_(tensor[start:stop])
-        _apply_to_buckets(x, divisors[start // bucket_size :], bucket_size, torch.Tensor.div_)
+        x = scratch[: stop - start]
+        _apply_to_buckets(torch.div, tensor[start:stop], divisors[start // bucket_size :], bucket_size, x)
         x.mul_(levels)
         if generator is None:
             x.round_()
         else:
             x.add_(noise[: stop - start].uniform_(generator=generator)).floor_()
-        # NaN is no integer, and 7 + 0.99999997 is 8 in float32.
-        x.nan_to_num_(0.0).clamp_(-levels, levels).add_(levels)
-        codes[start:stop].copy_(x)
-    return codes
+            x.clamp_max_(levels)  # 7 + 0.99999997 is 8 in float32
+        if not is_finite:
+            x.nan_to_num_(0.0).clamp_(-levels, levels)  # NaN is no integer
+        codes[start:stop].copy_(x).add_(levels)  # modulo 256, which is exact as uint8
+    return codes.view(torch.uint8)
 
 
 def from_level_codes(
@@ -77,18 +80,20 @@ def from_level_codes(
     for start, stop in iter_blocks(codes, bucket_size):
         x = result[start:stop] if scratch is result else scratch[: stop - start]
         x.copy_(codes[start:stop]).sub_(levels * count)
-        _apply_to_buckets(x, steps[start // bucket_size :], bucket_size, torch.Tensor.mul_)
+        _apply_to_buckets(torch.mul, x, steps[start // bucket_size :], bucket_size, x)
         if scratch is not result:
             result[start:stop].copy_(x)
     return result
 
 
 def _apply_to_buckets(
-    x: Tensor, factors: Tensor, bucket_size: int, apply: Callable[[Tensor, Tensor], Tensor]
+    apply: Callable[..., Tensor], x: Tensor, factors: Tensor, bucket_size: int, result: Tensor
 ) -> None:
-    """Applies the factor of each bucket to a flat piece, in place."""
+    """Applies the factor of each bucket to a flat piece, and writes to ``result``."""
     num_buckets = x.numel() // bucket_size
+    numel = num_buckets * bucket_size
     if num_buckets:
-        apply(x[: num_buckets * bucket_size].view(num_buckets, bucket_size), factors[:num_buckets, None])
-    if num_buckets * bucket_size < x.numel():
-        apply(x[num_buckets * bucket_size :], factors[num_buckets])
+        rows = (num_buckets, bucket_size)
+        apply(x[:numel].view(rows), factors[:num_buckets, None], out=result[:numel].view(rows))
+    if numel < x.numel():
+        apply(x[numel:], factors[num_buckets : num_buckets + 1], out=result[numel:])

@@ -322,7 +322,7 @@ class _RankAllocator:
                 raise ValueError("no question")
 
     def _allocate_rank(self) -> int:
-        ranks, time_s = self._runtime.session.get_present_ranks(), self._runtime.read_clock()
+        ranks, time_s = self._runtime.session.members.present_ranks, self._runtime.read_clock()
         for rank in [
             rank for rank, end_s in self._join_deadlines.items() if rank not in ranks and time_s >= end_s
         ]:

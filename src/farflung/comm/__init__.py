@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from farflung.comm.collectives import AUTO, COLLECTIVES, Coding, Collective, find_collective
     from farflung.comm.endpoint import Endpoint
     from farflung.comm.group import BaseCommunicator, WallCommunicator
+    from farflung.comm.loop import EventLoop
     from farflung.comm.mailbox import Mailbox, PendingRecv
     from farflung.comm.peer import Peer
     from farflung.comm.tcp import TcpTransport
-    from farflung.comm.transport import ConnectionTraffic, Listener, Transport
+    from farflung.comm.transport import ConnectionTraffic, Listener, Refusals, Transport
     from farflung.comm.view import ViewSession
 else:
     __getattr__, __dir__ = build_lazy_attributes(
@@ -31,10 +32,11 @@ else:
             "collectives": "AUTO COLLECTIVES Coding Collective find_collective",
             "group": "BaseCommunicator WallCommunicator",
             "endpoint": "Endpoint",
+            "loop": "EventLoop",
             "mailbox": "Mailbox PendingRecv",
             "peer": "Peer",
             "tcp": "TcpTransport",
-            "transport": "Listener ConnectionTraffic Transport",
+            "transport": "Listener ConnectionTraffic Refusals Transport",
             "view": "ViewSession",
         },
     )
@@ -49,6 +51,7 @@ __all__ = [
     "Collective",
     "ConnectionTraffic",
     "Endpoint",
+    "EventLoop",
     "ExchangeChannel",
     "ExchangeHandle",
     "Listener",
@@ -56,6 +59,7 @@ __all__ = [
     "Peer",
     "PendingRecv",
     "Purpose",
+    "Refusals",
     "ResultCodec",
     "TcpTransport",
     "Transport",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from farflung.tasks import Pending, create_completed
-from farflung.types import AllReduce, CodingCost, Counts, Group, Payload, Runtime, Tag, TensorSpec
+from farflung.types import Counts, Group, Payload, Runtime, Tag, TensorSpec
 
 __all__ = [
     "PURPOSES",
@@ -131,10 +131,7 @@ class ExchangeChannel:
         self._exchange, self._part = exchange, part
         self._num_hops = 0
         self._coding_processor = comm.coding_processor
-
-    @property
-    def auto_collectives(self) -> Mapping[int, str]:
-        return self._comm.auto_collectives
+        self.get_collective = comm.get_collective
 
     @property
     def sent_nbytes(self) -> int:
@@ -150,11 +147,10 @@ class ExchangeChannel:
         self._num_hops += count
         return first
 
-    def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
-        """Runs ``fn`` now; charges a modelled device for it."""
+    def charge(self, operation: str, numel: int, method: str = "") -> None:
+        """Charges a modelled device for the arithmetic that follows."""
         if self._coding_processor is not None:
-            self._coding_processor.charge(cost)
-        return fn()
+            self._coding_processor.charge(operation, numel, method)
 
     def wait_computed(self) -> Pending[None]:
         """Completes when the modelled device has finished all computations."""
@@ -175,9 +171,6 @@ class ExchangeChannel:
 
     def post_recv_buffer(self, src: int, hop: int, buffer: Tensor) -> None:
         self._comm.post_recv_buffer(src, self.get_tag(hop), buffer)
-
-    def get_collective(self, name: str) -> AllReduce:
-        return self._comm.get_collective(name)
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         """Sums by the backend; models its bytes as a ring's, ``2 (n-1)/n`` of the tensor to the next rank."""

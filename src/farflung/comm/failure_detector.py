@@ -142,10 +142,6 @@ class FailureDetector:
         if isinstance(count, int) and isinstance(nbytes, int):
             peer.progress.update(count, nbytes, time_s, deadline_s)
 
-    def forget(self, rank: int) -> None:
-        """Discards the state of an earlier holder of a rank."""
-        self._peers.pop(rank, None)
-
     def stop_probing(self) -> None:
         """Stops the probes, since this rank waits for nothing."""
         self._waiting, self._probing_since_s, self._next_check_s = None, None, math.inf

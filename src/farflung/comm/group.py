@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.comm.collectives import find_collective
+from farflung.comm.collectives import AUTO, auto, find_collective
 from farflung.comm.mailbox import Mailbox
 from farflung.comm.view import ViewSession
 from farflung.tasks import Pending
-from farflung.types import AllReduce, Payload, SentBytes, Tag, TensorSpec
+from farflung.types import AllReduce, Payload, SentBytes, Tag
 
 __all__ = ["BaseCommunicator", "WallCommunicator"]
 
 
-class BaseCommunicator(ABC):
+class BaseCommunicator:
     """Half of a :class:`farflung.types.Communicator` that receives messages and counts sent bytes.
 
     Args:
@@ -31,31 +31,12 @@ class BaseCommunicator(ABC):
     def __init__(self, mailbox: Mailbox, rank: int, size: int, sent_bytes: SentBytes) -> None:
         self.rank, self.size, self.sent_bytes = rank, size, sent_bytes
         self.auto_collectives: Mapping[int, str] = {}
-        self._mailbox = mailbox
+        self.recv: Callable[..., Pending[Payload]] = mailbox.recv
+        self.recv_any: Callable[..., Pending[tuple[int, Payload]]] = partial(mailbox.recv, None)
         self.post_recv_buffer = mailbox.post_recv_buffer
         self.cancel_exchange = mailbox.cancel_exchange
         self.advance_view = mailbox.advance_view
         self.wait_for_join, self.wait_for_leave = mailbox.arrivals.get, mailbox.departures.get
-
-    @abstractmethod
-    def _begin_wait(self, deadline_s: float | None) -> float:
-        """Returns the time at which a wait begins, with an optional deadline of its own."""
-
-    def recv(
-        self,
-        src: int,
-        tag: Tag,
-        expect: tuple[TensorSpec, ...] | None = None,
-        *,
-        deadline_s: float | None = None,
-    ) -> Pending[Payload]:
-        return self._mailbox.recv(src, tag, expect, self._begin_wait(deadline_s), deadline_s)
-
-    def recv_any(
-        self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
-    ) -> Pending[tuple[int, Payload]]:
-        """Waits for a message of any rank."""
-        return self._mailbox.recv_any(tag, expect, self._begin_wait(deadline_s), deadline_s)
 
     def get_idle_s(self, rank: int) -> float:
         """Returns the seconds since bytes of a member have arrived; infinity if unknown."""
@@ -63,7 +44,7 @@ class BaseCommunicator(ABC):
         return math.inf
 
     def get_collective(self, name: str) -> AllReduce:
-        return find_collective(name).run
+        return partial(auto, self.auto_collectives) if name == AUTO else find_collective(name).run
 
 
 class WallCommunicator(BaseCommunicator):
@@ -82,19 +63,14 @@ class WallCommunicator(BaseCommunicator):
         super().__init__(session.mailbox, session.rank, session.size, session.sent_bytes)
         self.session = session
         """View of the members."""
-        self.send, self.advance_view, self.reconnect = session.send, session.advance_view, session.reconnect
-        self.relay = session.relay.serve_pair
+        self.send, self.advance_view = session.send, session.advance_view
+        self.reconnect, self.relay = session.members.reconnect, session.members.relay.serve_pair
         self.get_traffic_nbytes = session.wait_monitor.get_traffic_nbytes
         self._native = native
 
     @override
-    def _begin_wait(self, deadline_s: float | None) -> float:
-        del deadline_s
-        return self.session.read_clock()
-
-    @override
     def get_idle_s(self, rank: int) -> float:
-        return self.session.transport.get_idle_s(rank)
+        return self.session.transport.get_traffic(rank).idle_s
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
         """Sums by the backend; calls match by their order, which must be equal on all ranks."""

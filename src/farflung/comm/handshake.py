@@ -18,21 +18,21 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from farflung.comm.connection import Connection, ConnectionState
+from farflung.comm.framing import ENCRYPTED_PIECE_NBYTES
 from farflung.comm.keys import build_tls_context, convert_to_der
 from farflung.comm.loop import EventLoop
 from farflung.comm.peer import CHALLENGE, HELLO, PROOF_NBYTES, VISITOR_RANK, Peer, should_connect
-from farflung.comm.records import RecvBuffers, Sender
+from farflung.comm.remote import Remote
 from farflung.comm.wire import MAGIC, VERSION
 
 if TYPE_CHECKING:
     from farflung.comm.tcp import TcpTransport
 
-__all__ = ["MAX_UNAUTHENTICATED", "Handshaker", "Remote"]
+__all__ = ["MAX_UNAUTHENTICATED", "Handshaker"]
 
 HANDSHAKE_S = 10.0
 """Seconds that a connection may take until both ends have proved their ranks."""
@@ -55,38 +55,6 @@ def _compute_proof(nonce: bytes, sender_token: bytes, receiver_token: bytes, *nu
     return hmac.digest(
         receiver_token, nonce + sender_token + struct.pack(f"<{len(numbers)}I", *numbers), "sha256"
     )
-
-
-@dataclass(eq=False)
-class Remote:
-    """State of a peer that is accepted or connected to.
-
-    Args:
-      peer: Address and credentials of the peer.
-      recv_buffers: Partial messages from it.
-    """
-
-    peer: Peer
-    recv_buffers: RecvBuffers
-    sender: Sender = field(default_factory=Sender)
-    connections: dict[int, Connection] = field(default_factory=dict)
-    """Connections, by number."""
-    num_wanted: int = 1
-    """Number of requested connections."""
-    has_ended: bool = False
-    """True once its connections have ended."""
-    is_reconnect: bool = False
-    """True if it was connected before."""
-    num_retries: int = 0
-    """Number of quick attempts to reconnect."""
-    has_failed_auth: bool = False
-    """True if a process at its address failed to authenticate as this peer."""
-    has_enough_connections: bool = False
-    """True if more connections have not helped."""
-    measured_busy_s: float = 0.0
-    measured_nbytes: int = 0
-    rate_bps: float = 0.0
-    """Busy seconds of the first connection, bytes that all had sent, and their rate, at the last measurement."""
 
 
 class Handshaker:
@@ -113,7 +81,9 @@ class Handshaker:
         self._transport, self._loop, self._remotes, self._allows_late = transport, loop, remotes, allow_late
         self.server_socket, self.num_expected = server_socket, num_expected
         self.connections: set[Connection] = set()
-        """Unauthenticated connections."""
+        """Open connections, with or without authentication."""
+        self.scratch = memoryview(bytearray(ENCRYPTED_PIECE_NBYTES))
+        """Buffer for encrypted bytes on their way to TLS."""
         self.visit_handler: tuple[bytes, Callable[[bytes], bytes]] | None = None
         """Key that visitors prove that they know, and the function that answers them."""
         self.server_context: ssl.SSLContext | None = None
@@ -124,6 +94,15 @@ class Handshaker:
         """True while nothing is accepted or connected, before the first meeting and at the end."""
         self._is_accepting = False
 
+    @property
+    def unauthenticated(self) -> list[Connection]:
+        """Connections whose ends have not proved their ranks."""
+        return [
+            connection
+            for connection in self.connections
+            if connection.state <= ConnectionState.UNAUTHENTICATED
+        ]
+
     def start(self) -> None:
         """Starts to accept and make connections."""
         self._is_closed = False
@@ -131,7 +110,7 @@ class Handshaker:
     def connect(self, member: Remote, index: int, retry_s: float = RETRY_S) -> None:
         """Connects to a peer; retries after ``retry_s`` seconds on failure."""
         peer = member.peer
-        if self._is_closed or member.has_ended or self._remotes.get(peer.rank) is not member:
+        if self._is_closed or member.has_ended:
             return
         host, port = peer.host_and_port
         try:
@@ -145,7 +124,7 @@ class Handshaker:
             if self._transport.keys is None
             else build_tls_context(self._transport.keys, [peer.key or ""], is_server=False)
         )
-        connection = Connection(self._loop, self._transport, sock, peer.rank, context)
+        connection = Connection(self._loop, self, sock, peer.rank, context)
         connection.index = index
         if should_connect(self._transport.local_peer, peer):  # not a probe
             is_quick = member.is_reconnect and member.num_retries < MAX_QUICK_RETRIES
@@ -155,9 +134,8 @@ class Handshaker:
             connection.retry = partial(self._loop.call_later, retry_s, retry)
             if is_quick:
                 member.num_retries += 1
-                self._loop.call_later(
-                    QUICK_RETRY_S[member.num_retries % len(QUICK_RETRY_S)], connection.give_up_connecting
-                )
+                quick_s = QUICK_RETRY_S[member.num_retries % len(QUICK_RETRY_S)]
+                self._limit_time(connection, quick_s, ConnectionState.CONNECTING)
         self._limit_time(connection, HANDSHAKE_S)
         connection.connect((host, port))
 
@@ -178,20 +156,26 @@ class Handshaker:
                     return
                 continue  # it was closed before it was accepted
             sock.setblocking(False)
-            connection = Connection(self._loop, self._transport, sock, None, self._get_server_context())
+            connection = Connection(self._loop, self, sock, None, self._get_server_context())
             is_crowded = (
-                sum(pending.dialed_rank is None for pending in self.connections) > MAX_UNAUTHENTICATED // 2
+                sum(pending.dialed_rank is None for pending in self.unauthenticated)
+                > MAX_UNAUTHENTICATED // 2
             )
             self._limit_time(connection, min(CROWDED_HANDSHAKE_S, HANDSHAKE_S) if is_crowded else HANDSHAKE_S)
             connection.start_handshake()
             self.update_accepting()
 
-    def _limit_time(self, connection: Connection, seconds: float) -> None:
-        """Ends a connection unless it authenticates within ``seconds``."""
+    def _limit_time(
+        self,
+        connection: Connection,
+        seconds: float,
+        last_state: ConnectionState = ConnectionState.UNAUTHENTICATED,
+    ) -> None:
+        """Ends a connection unless it is beyond a state within ``seconds``."""
         self.connections.add(connection)
 
         def give_up() -> None:
-            if connection in self.connections:
+            if connection.state <= last_state:
                 connection.end(TimeoutError())
 
         self._loop.call_later(seconds, give_up)
@@ -210,7 +194,7 @@ class Handshaker:
             if member.connections and should_connect(member.peer, self._transport.local_peer)
         )
         expected = self.num_expected + missing
-        num_open = sum(connection.dialed_rank is None for connection in self.connections)
+        num_open = sum(connection.dialed_rank is None for connection in self.unauthenticated)
         accepts = (
             (expected > 0 or self.visit_handler is not None)
             and num_open < MAX_UNAUTHENTICATED + expected
@@ -242,8 +226,9 @@ class Handshaker:
             connection.end(ConnectionError("another certificate"))
 
     def _has_certificate_of(self, connection: Connection, peer: Peer) -> bool:
-        return self._transport.keys is None or connection.get_peer_certificate() == convert_to_der(
-            peer.key or ""
+        return self._transport.keys is None or (
+            connection.tls is not None
+            and connection.tls.get_peer_certificate() == convert_to_der(peer.key or "")
         )
 
     def handle_introduction(self, connection: Connection, data: bytes) -> None:
@@ -258,7 +243,8 @@ class Handshaker:
         local_token, peer_token = self._transport.local_peer.token, member.peer.token
         if connection.nonce:
             if hmac.compare_digest(data, _compute_proof(connection.nonce, peer_token, local_token)):
-                self._transport.promote(member, connection)
+                member.add_connection(connection)
+                self.update_accepting()
             else:
                 connection.end(ConnectionError("another rank"))
             return
@@ -294,7 +280,7 @@ class Handshaker:
             connection.end(ConnectionError("no member"))
             return
         if member.has_ended or not should_connect(member.peer, self._transport.local_peer):
-            self.connections.discard(connection)  # it comes too early, or is a probe
+            connection.state = ConnectionState.AUTHENTICATED  # it comes too early, or is a probe
             connection.end(None)
             return
         if index in member.connections or index >= (member.num_wanted if member.connections else 1):
@@ -303,7 +289,8 @@ class Handshaker:
         connection.index = index
         connection.send_introduction(_compute_proof(nonce, local_token, member.peer.token))
         if connection.state is not ConnectionState.CLOSED:
-            self._transport.promote(member, connection)
+            member.add_connection(connection)
+            self.update_accepting()
 
     def _authenticate_visitor(
         self,
@@ -323,8 +310,6 @@ class Handshaker:
             return
 
         def handle_question(question: bytes) -> None:
-            self.connections.discard(connection)
-            self._transport.drain_connection(connection)
             text = answer(question)
             connection.send_and_close(LENGTH.pack(len(text)) + text)
             self.update_accepting()
@@ -343,21 +328,14 @@ class Handshaker:
             expected_nbytes=LENGTH.size,
         )
 
-    def handle_end(
-        self,
-        connection: Connection,
-        remote: Remote | None,
-        old_state: ConnectionState,
-        error: Exception | None,
-    ) -> None:
-        """Handles the end of an unauthenticated connection."""
-        self.connections.discard(connection)
-        if self._is_closed:
+    def handle_end(self, connection: Connection, old_state: ConnectionState, error: Exception | None) -> None:
+        """Handles the end of a connection without a peer, which was in ``old_state``."""
+        if self._is_closed or old_state > ConnectionState.UNAUTHENTICATED:
             return
         if connection.dialed_rank is None:
-            self._transport.count_rejected()
-        elif remote is not None:
-            self._handle_failure(remote, connection, old_state, error)
+            self._transport.refusals.count_connection()
+        elif connection.dialed_rank in self._remotes:
+            self._handle_failure(self._remotes[connection.dialed_rank], connection, old_state, error)
         self.update_accepting()
 
     def _handle_failure(
@@ -376,7 +354,7 @@ class Handshaker:
     def close(self) -> None:
         """Closes all unauthenticated connections and the listening socket."""
         self._is_closed = True
-        for connection in tuple(self.connections):
+        for connection in self.unauthenticated:
             connection.end(None)
         if self.server_socket is not None:
             self._loop.watch(self.server_socket.fileno())

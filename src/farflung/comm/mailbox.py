@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ __all__ = [
     "Mailbox",
     "MailboxFull",
     "PendingRecv",
+    "PendingRecvs",
     "check_expected",
 ]
 
@@ -47,6 +50,7 @@ class PendingRecv(NamedTuple):
       src: Rank of the sender; None for any rank.
       tag: Tag of the message.
       start_s: Time at which the wait began, in seconds.
+      due_s: Time at which it fails alone, in seconds; None under the run's deadline.
       expect: Expected dtypes and shapes of the message's tensors; None for any.
       message: The message, or a tuple of sender and message if ``src`` is None.
     """
@@ -54,6 +58,7 @@ class PendingRecv(NamedTuple):
     src: int | None
     tag: Tag
     start_s: float
+    due_s: float | None
     expect: tuple[TensorSpec, ...] | None
     message: Pending[Any]
 
@@ -61,22 +66,87 @@ class PendingRecv(NamedTuple):
     def description(self) -> str:
         return describe_tag(self.tag)
 
+    def complete(self, src: int, payload: Payload) -> None:
+        """Completes with a message, or fails if its tensors are not the expected ones."""
+        try:
+            if self.expect is not None:
+                check_expected(payload, self.expect, src, self.description)
+        except ProtocolError as error:
+            self.message.set_exception(error)
+        else:
+            self.message.set_result((src, payload) if self.src is None else payload)
+
+
+class PendingRecvs:
+    """Pending receives of a mailbox, by sender and tag."""
+
+    def __init__(self) -> None:
+        self._waits: dict[tuple[int | None, Tag], PendingRecv] = {}
+        """Waits, oldest first."""
+
+    def __iter__(self) -> Iterator[PendingRecv]:
+        """Iterates over the waits, which may end meanwhile."""
+        return iter(list(self._waits.values()))
+
+    def add(self, waiting: PendingRecv) -> None:
+        """Adds a wait; raises ``RuntimeError`` if there is one for the same message."""
+        if (waiting.src, waiting.tag) in self._waits:
+            raise RuntimeError(f"two receives for {waiting.description} from {waiting.src}")
+        self._waits[waiting.src, waiting.tag] = waiting
+
+    def pop(self, src: int, tag: Tag) -> PendingRecv | None:
+        """Removes the wait for a message, or else one for its tag from any rank."""
+        return self._waits.pop((src, tag), None) or self._waits.pop((None, tag), None)
+
+    def get_oldest(self) -> PendingRecv | None:
+        """Returns the oldest wait under the run's deadline."""
+        return next((waiting for waiting in self._waits.values() if waiting.due_s is None), None)
+
+    def get_any(self) -> PendingRecv | None:
+        """Returns the oldest wait under the run's deadline, or else a timed one, preferably for a single rank."""
+        return self.get_oldest() or min(self, key=lambda waiting: waiting.src is None, default=None)
+
+    def fail(self, waiting: PendingRecv, error: BaseException) -> None:
+        self._waits.pop((waiting.src, waiting.tag), None)
+        waiting.message.set_exception(error)
+
+    def fail_due(self, time_s: float) -> float | None:
+        """Fails the timed waits whose deadline has passed, with :class:`farflung.errors.DeadlinePassed`.
+
+        Returns:
+          The earliest deadline of the others, in seconds; None if there is none.
+        """
+        timed = [(waiting, waiting.due_s) for waiting in self._waits.values() if waiting.due_s is not None]
+        for waiting, due_s in timed:
+            if due_s <= time_s:
+                waited_s = time_s - waiting.start_s
+                self.fail(waiting, DeadlinePassed(waiting.src, waiting.description, waited_s))
+        return min((due_s for _, due_s in timed if time_s < due_s < math.inf), default=None)
+
 
 class Mailbox:
     """Receiving half of a communicator. Not thread-safe: it belongs to its driver's thread.
 
     Args:
+      read_clock: Clock, in seconds.
       max_unreceived_nbytes: Most bytes of unreceived messages stored for each sender; one message always is.
+      call_at: Calls a function at a time in seconds, for deadlines; None if the driver calls
+        :meth:`PendingRecvs.fail_due`.
     """
 
-    def __init__(self, max_unreceived_nbytes: float = math.inf) -> None:
+    def __init__(
+        self,
+        read_clock: Callable[[], float],
+        *,
+        max_unreceived_nbytes: float = math.inf,
+        call_at: Callable[[float, Callable[[], Any]], object] | None = None,
+    ) -> None:
+        self._read_clock, self._call_at = read_clock, call_at
         self._max_unreceived_nbytes = max_unreceived_nbytes
+        self.waits = PendingRecvs()
+        """Receives whose message has not arrived."""
         self._stored_nbytes: Counter[int] = Counter()
         """Bytes of unreceived messages, by sender."""
-        self._waits: dict[tuple[int | None, Tag], PendingRecv] = {}
-        """Waits under the run's deadline, oldest first."""
-        self._timed_waits: dict[tuple[int | None, Tag], tuple[PendingRecv, float]] = {}
-        """Waits with a deadline of their own, and the time at which it passes, in seconds."""
         self._stored: dict[Tag, dict[int, list[tuple[int, Payload]]]] = {}
         """Unreceived messages by tag and sender, each with its number in order of arrival."""
         self._num_stored = 0
@@ -84,7 +154,8 @@ class Mailbox:
         self._recv_buffers: dict[tuple[int, Tag], Tensor] = {}
         """Memory that messages may be received into."""
         self._cancelled = IntervalSet()
-        self._end_error: BaseException | None = None
+        self.ended: Pending[None] = Pending()
+        """Fails once the view has ended, with the error that all waits fail with."""
         self._sender_errors: dict[int, BaseException] = {}
         self.arrivals, self.departures = EventQueue("an arrival"), EventQueue("a departure")
         """Members that were admitted, see :meth:`admit_sender`, and those that have left or were lost."""
@@ -99,26 +170,40 @@ class Mailbox:
 
     def recv(
         self,
-        src: int,
+        src: int | None,
         tag: Tag,
-        expect: tuple[TensorSpec, ...] | None,
-        time_s: float,
+        expect: tuple[TensorSpec, ...] | None = None,
+        *,
         deadline_s: float | None = None,
-    ) -> Pending[Payload]:
-        return self._wait(PendingRecv(src, tag, time_s, expect, Pending()), deadline_s)
+    ) -> Pending[Any]:
+        """Receives a message of one rank, or with its sender one of any rank if ``src`` is None.
 
-    def recv_any(
-        self,
-        tag: Tag,
-        expect: tuple[TensorSpec, ...] | None,
-        time_s: float,
-        deadline_s: float | None = None,
-    ) -> Pending[tuple[int, Payload]]:
-        return self._wait(PendingRecv(None, tag, time_s, expect, Pending()), deadline_s)
+        See :meth:`farflung.types.Group.recv`.
+        """
+        start_s = self._read_clock()
+        due_s = None if deadline_s is None else start_s + deadline_s
+        if self._call_at is not None and due_s is not None and due_s < math.inf:
+            self._call_at(due_s, partial(self.waits.fail_due, due_s))
+        waiting = PendingRecv(src, tag, start_s, due_s, expect, Pending())
+        senders = self._stored.get(tag, {})
+        if src is None:
+            src = min(senders, key=lambda sender: senders[sender][0][0], default=None)
+        if src is not None and src in senders:
+            waiting.complete(src, self._pop_message(src, tag))
+            return waiting.message
+        error = self.ended.error
+        if error is None and tag.exchange in self._cancelled:
+            error = WaitEnded(src, waiting.description)
+        if error is None and src is not None:
+            error = self._sender_errors.get(src)
+        if error is not None:
+            return create_failed(error)
+        self.waits.add(waiting)
+        return waiting.message
 
     def post_recv_buffer(self, src: int, tag: Tag, buffer: Tensor) -> None:
         """Posts a receive buffer; see :meth:`farflung.types.Communicator.post_recv_buffer`."""
-        if self._end_error is None and buffer.device.type == "cpu" and buffer.is_contiguous():
+        if self.ended.error is None and buffer.device.type == "cpu" and buffer.is_contiguous():
             self._recv_buffers[src, tag] = buffer.detach().view(-1).view(torch.uint8)
 
     def find_recv_buffer(self, src: int, tag: Tag, view: int, nbytes: int) -> Tensor | None:
@@ -126,46 +211,11 @@ class Mailbox:
         into = self._recv_buffers.get((src, tag)) if view == self.view else None
         return into if into is not None and into.nbytes == nbytes else None
 
-    def _wait(self, waiting: PendingRecv, deadline_s: float | None) -> Pending[Any]:
-        message, key = self._pop_message(waiting), (waiting.src, waiting.tag)
-        if message is not None:
-            self._release_bytes(*message)
-            _complete_recv(waiting, *message)
-            return waiting.message
-        error = self._end_error
-        if error is None and waiting.tag.exchange in self._cancelled:
-            error = WaitEnded(waiting.src, waiting.description)
-        if error is None and waiting.src is not None:
-            error = self._sender_errors.get(waiting.src)
-        if error is not None:
-            return create_failed(error)
-        if key in self._waits or key in self._timed_waits:
-            raise RuntimeError(f"two receives for {waiting.description} from {waiting.src}")
-        if deadline_s is None:
-            self._waits[key] = waiting
-        else:
-            self._timed_waits[key] = waiting, waiting.start_s + deadline_s
-        return waiting.message
-
-    def _pop_message(self, waiting: PendingRecv) -> tuple[int, Payload] | None:
-        """Removes the stored message that matches a wait; returns its sender and itself."""
-        senders, src = self._stored.get(waiting.tag, {}), waiting.src
-        if src is None:
-            src = min(senders, key=lambda sender: senders[sender][0][0], default=None)
-        if src is None or src not in senders:
-            return None
-        _, payload = senders[src].pop(0)
-        if not senders[src]:
-            del senders[src]
-        if not senders:
-            del self._stored[waiting.tag]
-        return src, payload
-
     def deliver(self, src: int, tag: Tag, payload: Payload, view: int = 0) -> None:
         """Matches a message to its wait, or stores it; sets one of a newer view aside, and drops one of an older view.
 
         Raises:
-          Full: more than :data:`MAX_FUTURE_NBYTES` bytes of messages of newer views.
+          MailboxFull: more than :data:`MAX_FUTURE_NBYTES` bytes of messages of newer views.
         """
         if view < self.view and not is_control_plane(tag.exchange):
             self.num_dropped += 1
@@ -179,13 +229,20 @@ class Mailbox:
             self._future_messages.append((view, src, tag, payload))
             return
         self._recv_buffers.pop((src, tag), None)
-        waiting = self._pop_wait((src, tag)) or self._pop_wait((None, tag))
+        waiting = self.waits.pop(src, tag)
         if waiting is not None:
-            _complete_recv(waiting, src, payload)
+            waiting.complete(src, payload)
         elif tag.exchange in self._cancelled:
             self.num_dropped += 1
         else:
             self._store(src, tag, payload)
+
+    # --- unreceived messages --------------------------------------------------------------------------------------
+
+    @property
+    def unreceived_nbytes(self) -> int:
+        """Bytes of all unreceived messages."""
+        return self._stored_nbytes.total()
 
     def _store(self, src: int, tag: Tag, payload: Payload) -> None:
         stored_nbytes = self._stored_nbytes[src] + payload.nbytes + _ENTRY_OVERHEAD_NBYTES
@@ -196,62 +253,36 @@ class Mailbox:
         self._num_stored += 1
         self._stored.setdefault(tag, {}).setdefault(src, []).append((self._num_stored, payload))
 
-    @property
-    def unreceived_nbytes(self) -> int:
-        """Bytes of all unreceived messages."""
-        return self._stored_nbytes.total()
-
-    def _release_bytes(self, src: int, payload: Payload) -> None:
+    def _pop_message(self, src: int, tag: Tag) -> Payload:
+        """Removes the oldest stored message of a sender."""
+        senders = self._stored[tag]
+        _, payload = senders[src].pop(0)
+        if not senders[src]:
+            del senders[src]
+        if not senders:
+            del self._stored[tag]
         self._stored_nbytes[src] -= payload.nbytes + _ENTRY_OVERHEAD_NBYTES
+        return payload
 
-    def _pop_wait(self, key: tuple[int | None, Tag]) -> PendingRecv | None:
-        waiting = self._waits.pop(key, None)
-        return waiting if waiting is not None else self._timed_waits.pop(key, (None, 0.0))[0]
-
-    # --- deadlines ------------------------------------------------------------------------------------------------
-
-    def get_oldest_wait(self) -> PendingRecv | None:
-        """Returns the oldest wait under the run's deadline."""
-        return next(iter(self._waits.values()), None)
-
-    def get_any_wait(self) -> PendingRecv | None:
-        """Returns the oldest wait under the run's deadline, or else a timed one, preferably for a single rank."""
-        timed = (waiting for waiting, _ in self._timed_waits.values())
-        return self.get_oldest_wait() or min(timed, key=lambda waiting: waiting.src is None, default=None)
-
-    def get_next_deadline(self) -> float | None:
-        """Returns the earliest deadline of the timed waits, in seconds; None if there is none."""
-        return min((due for _, due in self._timed_waits.values() if due < math.inf), default=None)
-
-    def fail(self, waiting: PendingRecv, error: BaseException) -> None:
-        self._pop_wait((waiting.src, waiting.tag))
-        waiting.message.set_exception(error)
-
-    def fail_due(self, time_s: float) -> None:
-        """Fails the timed waits whose deadline has passed, with :class:`farflung.errors.DeadlinePassed`."""
-        for waiting in [
-            waiting for waiting, deadline_s in self._timed_waits.values() if deadline_s <= time_s
-        ]:
-            self.fail(waiting, DeadlinePassed(waiting.src, waiting.description, time_s - waiting.start_s))
+    def _drop(self, tag: Tag) -> None:
+        """Drops the stored messages of a tag."""
+        for src, messages in list(self._stored[tag].items()):
+            self.num_dropped += len(messages)
+            for _ in range(len(messages)):
+                self._pop_message(src, tag)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def cancel_exchange(self, exchange: int) -> None:
         """Cancels an exchange: ends its waits, and drops its messages, present and later."""
         self._cancelled.add(exchange)
-        for waiting in [wait for wait in self._list_waits() if wait.tag.exchange == exchange]:
-            self.fail(waiting, WaitEnded(waiting.src, waiting.description))
+        for waiting in self.waits:
+            if waiting.tag.exchange == exchange:
+                self.waits.fail(waiting, WaitEnded(waiting.src, waiting.description))
         for key in [key for key in self._recv_buffers if key[1].exchange == exchange]:
             del self._recv_buffers[key]
         for tag in [tag for tag in self._stored if tag.exchange == exchange]:
             self._drop(tag)
-
-    def _drop(self, tag: Tag) -> None:
-        """Drops the stored messages of a tag."""
-        for src, messages in self._stored.pop(tag).items():
-            self.num_dropped += len(messages)
-            for _, payload in messages:
-                self._release_bytes(src, payload)
 
     def advance_view(self, view: int) -> None:
         """Replaces the view by a newer one: ends all waits and drops the messages of older views.
@@ -263,9 +294,9 @@ class Mailbox:
         """
         if view <= self.view:
             raise ValueError(f"view {view} is not newer than {self.view}")
-        for waiting in self._list_waits():
+        for waiting in self.waits:
             if not is_control_plane(waiting.tag.exchange):
-                self.fail(waiting, WaitEnded(waiting.src, waiting.description))
+                self.waits.fail(waiting, WaitEnded(waiting.src, waiting.description))
         for tag in [tag for tag in self._stored if not is_control_plane(tag.exchange)]:
             self._drop(tag)
         self._recv_buffers.clear()
@@ -278,8 +309,9 @@ class Mailbox:
         if src in self._sender_errors:
             return
         self._sender_errors[src] = error
-        for waiting in [wait for wait in self._list_waits() if wait.src == src]:
-            self.fail(waiting, error)
+        for waiting in self.waits:
+            if waiting.src == src:
+                self.waits.fail(waiting, error)
         self.departures.put(src)
 
     def admit_sender(self, src: int) -> None:
@@ -288,27 +320,14 @@ class Mailbox:
         self.arrivals.put(src)
 
     def end(self, error: BaseException) -> None:
-        """Fails all waits, pending and later; stored messages can still be received."""
-        if self._end_error is None:
-            self._end_error = error
+        """Fails all waits, pending and later; stored messages can still be received. The first error stays."""
+        error = self.ended.error or error
+        self.ended.set_exception(error)
         self._recv_buffers.clear()
-        for waiting in self._list_waits():
-            self.fail(waiting, self._end_error)
+        for waiting in self.waits:
+            self.waits.fail(waiting, error)
         for queue in (self.arrivals, self.departures):
-            queue.end(self._end_error)
-
-    def _list_waits(self) -> list[PendingRecv]:
-        return [*self._waits.values(), *(waiting for waiting, _ in self._timed_waits.values())]
-
-
-def _complete_recv(waiting: PendingRecv, src: int, payload: Payload) -> None:
-    try:
-        if waiting.expect is not None:
-            check_expected(payload, waiting.expect, src, waiting.description)
-    except ProtocolError as error:
-        waiting.message.set_exception(error)
-    else:
-        waiting.message.set_result((src, payload) if waiting.src is None else payload)
+            queue.end(error)
 
 
 def check_expected(payload: Payload, expect: tuple[TensorSpec, ...], src: int, description: str) -> None:

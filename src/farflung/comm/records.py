@@ -241,10 +241,10 @@ class _PartialMessage:
 
     def __init__(self, head: Head, allocate: TensorAllocator) -> None:
         self.head, self._allocate = head, allocate
-        self._tensors: list[Tensor | None] = [None] * len(head.large_nbytes)
-        self._gaps = [[(0, nbytes)] for nbytes in head.large_nbytes]
+        self._tensors: list[Tensor | None] = [None] * len(head.layout.large_nbytes)
+        self._gaps = [[(0, nbytes)] for nbytes in head.layout.large_nbytes]
         """Byte ranges of each tensor of which no piece has begun to arrive."""
-        self.missing_nbytes = sum(head.large_nbytes)
+        self.missing_nbytes = sum(head.layout.large_nbytes)
 
     def get_target(self, tensor: int, offset: int, nbytes: int) -> memoryview:
         """Returns the memory of a piece.
@@ -294,9 +294,8 @@ class RecvBuffers:
         Raises:
           WireError: it is refused.
         """
-        head = read_head(frame)
-        head.check(self._get_max_nbytes())
-        if not head.large_nbytes:
+        head = read_head(frame, self._get_max_nbytes())
+        if not head.layout.large_nbytes:
             return head.build_message()
         if len(self._partial) >= _MAX_PARTIAL_MESSAGES:
             raise WireError("more messages in parts than may be")

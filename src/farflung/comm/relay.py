@@ -6,13 +6,12 @@ of the pair. Greetings are held until both members of a pair have sent one with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Set
 
+from farflung.comm.records import CONTROL_VIEW
 from farflung.comm.routes import RoutingTable
-from farflung.comm.transport import FIRST_PRIORITY, Transport
+from farflung.comm.transport import Transport
 from farflung.comm.wire import Message, MessageKind, Unauthorized, encode, parse_json
-from farflung.errors import PeerLost
 
 __all__ = ["Relay"]
 
@@ -80,9 +79,9 @@ class Relay:
         self._greetings = {ends: greeting for ends, greeting in self._greetings.items() if ends[0] != rank}
         self._lost_by_pair.update({pair: True for pair in self._lost_by_pair if rank in pair})
 
-    def is_needed(self, lost_ranks: Collection[int]) -> bool:
-        """Returns True if this rank relays for a pair without members in ``lost_ranks``."""
-        return any(not lost and pair.isdisjoint(lost_ranks) for pair, lost in self._lost_by_pair.items())
+    def is_needed(self, present_ranks: Set[int]) -> bool:
+        """Returns True if this rank relays for a pair that is present."""
+        return any(not lost and pair <= present_ranks for pair, lost in self._lost_by_pair.items())
 
     def _hold(self, message: Message) -> None:
         """Holds a greeting until its counterpart has arrived, then relays both.
@@ -129,9 +128,9 @@ class Relay:
             route=message.route,
         )
         self.num_relayed += 1
+        view = CONTROL_VIEW
         if message.kind is MessageKind.DATA:
             self.on_relay(message.payload.nbytes, destination)
-            self._transport.send(destination, frames, priority=priority, view=message.view)
-            return
-        with suppress(PeerLost):  # the loss is reported when the connection closes
-            self._transport.send_control(destination, frames, last=priority != FIRST_PRIORITY)
+            view = message.view
+        # If the connection is gone, that has been reported.
+        self._transport.send(destination, frames, priority=priority, view=view)

@@ -30,8 +30,8 @@ class RoutingTable:
         """Relay by meeting."""
         self._detours: dict[frozenset[int], int] = {}
         """Relays of pairs whose connection is broken."""
-        self._hops: dict[int, int] = {}
-        """Next hop to each rank, looked up for every message."""
+        self.next_hops: dict[int, int] = {}
+        """Next hop on the route to each rank: its relay, or the rank itself."""
 
     def add_peers(self, peers: Sequence[Peer], lost_ranks: Collection[int] = ()) -> None:
         """Adds peers; one whose rank is known already replaces the earlier peer.
@@ -68,7 +68,7 @@ class RoutingTable:
     def _update_next_hops(self) -> None:
         for rank in self._peers:
             relay = self.get_relay(rank)
-            self._hops[rank] = rank if relay is None else relay
+            self.next_hops[rank] = rank if relay is None else relay
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
@@ -106,9 +106,10 @@ class RoutingTable:
         """Returns the relay between this rank and ``rank``; None if they need none, or ``rank`` is unknown."""
         return self.find_relay(self._local_peer.rank, rank)
 
-    def get_next_hop(self, rank: int) -> int:
-        """Returns the relay on the route to ``rank``, or ``rank`` itself."""
-        return self._hops.get(rank, rank)
+    def describe_relay(self, rank: int | None) -> str:
+        """Describes the relay of a rank's messages, for errors; empty if there is none."""
+        relay = None if rank is None else self.get_relay(rank)
+        return "" if relay is None else f", through rank {relay}"
 
     def list_ranks_behind(self, relay: int) -> list[int]:
         """Lists the ranks that this rank reaches through ``relay``."""

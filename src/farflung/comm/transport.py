@@ -2,41 +2,86 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from farflung.comm.keys import Keys
+from farflung.comm.loop import EventLoop
 from farflung.comm.peer import Peer
 from farflung.comm.records import FIRST_PRIORITY, LAST_PRIORITY
-from farflung.comm.wire import Frame, Head, Message
+from farflung.comm.wire import Frame, Head, Message, WireError
 from farflung.tasks import Pending
+from farflung.types import Json
 
-__all__ = ["FIRST_PRIORITY", "LAST_PRIORITY", "ConnectionTraffic", "Listener", "Transport"]
+__all__ = ["FIRST_PRIORITY", "LAST_PRIORITY", "ConnectionTraffic", "Listener", "Refusals", "Transport"]
 
 
 class ConnectionTraffic(NamedTuple):
-    """Byte counts of the connections to a member.
+    """Traffic of the connections to a member.
 
     Args:
       received_nbytes: Bytes of any kind received from it.
       bulk_nbytes: Bytes of large tensors to and from it.
+      idle_s: Seconds since bytes of it have arrived; infinity if it is not connected, or if that is unknown.
     """
 
     received_nbytes: int
     bulk_nbytes: int
+    idle_s: float = math.inf
+
+
+class Refusals:
+    """Counts of refused messages and connections, which are logged ever more rarely.
+
+    Args:
+      local_peer: Rank and address of this process.
+    """
+
+    def __init__(self, local_peer: Peer) -> None:
+        self._local_peer = local_peer
+        self.num_messages = 0
+        """Number of refused messages: foreign to this run, or malformed."""
+        self.num_connections = 0
+        """Number of connections that closed before they were authenticated."""
+        self._next_report_count = 1
+        """Number of refusals at which they are logged next."""
+
+    def count_message(self, error: WireError) -> None:
+        self.num_messages += 1
+        self._report(f"a message ({error})")
+
+    def count_connection(self) -> None:
+        self.num_connections += 1
+        self._report("a connection")
+
+    def _report(self, subject: str) -> None:
+        count = self.num_messages + self.num_connections
+        if count >= self._next_report_count:
+            self._next_report_count = 2 * count
+            logging.getLogger("farflung").warning(
+                "rank %d at %s: refused %s that is not of this run; %d messages and %d connections so far",
+                self._local_peer.rank,
+                self._local_peer.address_text,
+                subject,
+                self.num_messages,
+                self.num_connections,
+            )
+
+    def to_json(self) -> dict[str, Json]:
+        """Returns both counts by name; empty if there are none."""
+        counts: dict[str, Json] = {"messages": self.num_messages, "connections": self.num_connections}
+        return counts if any(counts.values()) else {}
 
 
 class Listener(Protocol):
     """Receiver of a transport's events, on the thread that polls the transport."""
 
     def handle_message(self, rank: int, message: Message) -> None:
-        """Handles a message of an authenticated member.
-
-        Raises:
-          WireError: the message is refused; the transport counts and drops it.
-        """
+        """Handles a message of an authenticated member, or counts it in :attr:`Transport.refusals`."""
         ...
 
     def get_recv_buffer(self, rank: int, head: Head, nbytes: int) -> Tensor | None:
@@ -83,15 +128,17 @@ class Transport(Protocol):
         ...
 
     @property
-    def num_refused(self) -> int:
-        """Number of refused messages: foreign to this run, or malformed."""
+    def refusals(self) -> Refusals:
+        """Counts of refused messages and connections."""
         ...
 
     @property
-    def num_rejected(self) -> int:
-        """Number of connections that closed before they were authenticated."""
+    def loop(self) -> EventLoop:
+        """Descriptors and timers for which :meth:`poll` makes calls."""
         ...
 
+    listener: Listener
+    """Receiver of events, set before :meth:`connect_peers`."""
     max_nbytes: int
     """Largest payload accepted, in bytes; to be lowered once the model is known."""
 
@@ -100,13 +147,12 @@ class Transport(Protocol):
         """Queued bytes, which can still be overtaken or withdrawn."""
         ...
 
-    def connect_peers(self, peers: Sequence[Peer], listener: Listener, *, is_reconnect: bool = False) -> None:
+    def connect_peers(self, peers: Sequence[Peer], *, is_reconnect: bool = False) -> None:
         """Accepts the connections of some peers and connects to the others; may be called again with more peers.
 
         Args:
           peers: Peers; of each pair of this process and a peer, one has an address, see
             :func:`farflung.comm.peer.should_connect`.
-          listener: Receiver of events.
           is_reconnect: True if they were connected before, so that a refused connection means that a peer has ended
             (:meth:`Listener.handle_process_end`). Peers whose connections this process accepts are then probed too.
         """
@@ -129,12 +175,8 @@ class Transport(Protocol):
         """
         ...
 
-    def get_idle_s(self, rank: int) -> float:
-        """Returns the seconds since bytes of a member have arrived; infinity if it is not connected."""
-        ...
-
     def get_traffic(self, rank: int) -> ConnectionTraffic:
-        """Returns the bytes that a member's connections have carried so far."""
+        """Returns the traffic of a member's connections so far."""
         ...
 
     def has_failed_auth(self, rank: int) -> bool:
@@ -148,15 +190,8 @@ class Transport(Protocol):
           rank: Rank of the destination.
           frames: Frames of the message.
           priority: The smallest leaves first, after at most a piece of the message being sent.
-          view: Number of the view, for :meth:`withdraw`.
-        """
-        ...
-
-    def send_control(self, rank: int, frames: Sequence[Frame], *, last: bool = False) -> None:
-        """Sends a control message ahead of all queued ones, or with ``last`` behind them.
-
-        Raises:
-          PeerLost: the connection is closed.
+          view: Number of the view, for :meth:`withdraw`; :data:`farflung.comm.records.CONTROL_VIEW` for messages that
+            are still sent after :meth:`remove_peer`.
         """
         ...
 
@@ -164,16 +199,8 @@ class Transport(Protocol):
         """Removes a view's queued messages."""
         ...
 
-    def watch(self, fd: int, readable: Callable[[], None]) -> None:
-        """Makes :meth:`poll` call ``readable`` whenever ``fd`` is readable."""
-        ...
-
-    def call_later(self, seconds: float, fn: Callable[[], object]) -> None:
-        """Makes :meth:`poll` call ``fn`` once after ``seconds``."""
-        ...
-
     def poll(self, timeout_s: float | None) -> None:
-        """Waits for events, up to ``timeout_s`` seconds, and passes them on."""
+        """Sends queued messages, waits for events, up to ``timeout_s`` seconds, and passes them on."""
         ...
 
     def close(self, *, linger: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from farflung.comm.mailbox import PROBES_PER_DEADLINE
+from farflung.comm.members import ViewMembers
 from farflung.comm.transport import ConnectionTraffic
 from farflung.comm.wire import MessageKind
 from farflung.errors import DeadlinePassed
@@ -14,7 +15,6 @@ from farflung.tasks import Pending, create_completed
 
 if TYPE_CHECKING:
     from farflung.comm.failure_detector import FailureDetector
-    from farflung.comm.view import ViewSession
 
 __all__ = ["WaitMonitor"]
 
@@ -23,11 +23,12 @@ class WaitMonitor:
     """Monitor of one member's waits; see :class:`farflung.comm.failure_detector.FailureDetector`.
 
     Args:
-      session: View of the member.
+      members: Members of the view.
+      read_clock: Clock, in seconds.
     """
 
-    def __init__(self, session: ViewSession) -> None:
-        self._session = session
+    def __init__(self, members: ViewMembers, read_clock: Callable[[], float]) -> None:
+        self._members, self._mailbox, self._read_clock = members, members.mailbox, read_clock
         self._failure_detector: FailureDetector | None = None
         """Failure detector, built for the first wait that lasts."""
         self._deadline_s = math.inf
@@ -36,6 +37,7 @@ class WaitMonitor:
         """Returns the number of steps and computations of this rank so far."""
         self._has_data = True
         self._data_wait: Pending[None] = create_completed(None)
+        self._mailbox.ended.add_done_callback(self._fail_data_wait)
 
     def check(self, deadline_s: float) -> float | None:
         """Fails waits that have passed their deadline.
@@ -46,10 +48,9 @@ class WaitMonitor:
         Returns:
           Time of the next check; None if there is no wait.
         """
-        time_s, mailbox = self._session.read_clock(), self._session.mailbox
+        time_s = self._read_clock()
         self._deadline_s = deadline_s
-        mailbox.fail_due(time_s)
-        check_times = [mailbox.get_next_deadline(), self._check_oldest(time_s, deadline_s)]
+        check_times = [self._mailbox.waits.fail_due(time_s), self._check_oldest(time_s, deadline_s)]
         return min((check_s for check_s in check_times if check_s is not None), default=None)
 
     def _check_oldest(self, time_s: float, deadline_s: float) -> float | None:
@@ -58,8 +59,8 @@ class WaitMonitor:
         Returns:
           Time of the next check; None if there is no such wait.
         """
-        view = self._session
-        waiting, probe_s = view.mailbox.get_oldest_wait(), math.inf
+        members, waits = self._members, self._mailbox.waits
+        waiting, probe_s = waits.get_oldest(), math.inf
         if waiting is not None:
             probe_s = waiting.start_s + deadline_s / PROBES_PER_DEADLINE
         if self._failure_detector is None and time_s < probe_s:
@@ -68,18 +69,18 @@ class WaitMonitor:
         if waiting is None:
             detector.stop_probing()
             return None
-        check = detector.check(waiting, view.get_present_ranks(), time_s, deadline_s)
+        check = detector.check(waiting, members.present_ranks, time_s, deadline_s)
         if check.failure is not None:
-            description = f"{waiting.description}{view.describe_relay(waiting.src)}"
+            description = f"{waiting.description}{members.routes.describe_relay(waiting.src)}"
             rank, reason = check.failure
             passed = DeadlinePassed(rank, description, time_s - waiting.start_s, reason=reason)
-            if not view.needs_all_members:
-                view.mailbox.fail(waiting, passed)
+            if not members.needs_all:
+                waits.fail(waiting, passed)
                 return self._check_oldest(time_s, deadline_s)
-            view.end(passed)
+            self._mailbox.end(passed)
             return None
         if check.should_probe:
-            for rank in view.get_present_ranks():
+            for rank in members.present_ranks:
                 self._report_to(rank, is_probe=True)
         return check.next_check_s
 
@@ -88,59 +89,55 @@ class WaitMonitor:
         if self._failure_detector is None:
             from farflung.comm.failure_detector import FailureDetector
 
-            self._failure_detector = FailureDetector(self._session.rank, self._get_traffic, next_check_s)
+            self._failure_detector = FailureDetector(self._members.rank, self._get_traffic, next_check_s)
         return self._failure_detector
 
     def record_message(self, rank: int) -> None:
         """Records that a message of a member has arrived through a relay."""
         if self._failure_detector is not None:
-            self._failure_detector.record_message(rank, self._session.read_clock())
+            self._failure_detector.record_message(rank, self._read_clock())
 
     def handle_report(self, rank: int, body: Mapping[str, Any]) -> None:
         """Records a member's report of itself, and answers a probe."""
-        self._get_detector().record_report(rank, body, self._session.read_clock(), self._deadline_s)
+        self._get_detector().record_report(rank, body, self._read_clock(), self._deadline_s)
         if body.get("asks") is True:
             self._report_to(rank, is_probe=False)
 
-    def forget(self, rank: int) -> None:
-        """Discards the state of an earlier holder of a rank."""
-        if self._failure_detector is not None:
-            self._failure_detector.forget(rank)
-
     def _report_to(self, rank: int, *, is_probe: bool) -> None:
         """Reports progress and the source that blocks this rank to a peer; a probe asks for a report in return."""
-        session, waiting = self._session, self._session.mailbox.get_any_wait()
+        members, waiting = self._members, self._mailbox.waits.get_any()
         blocked_on = None if waiting is None else waiting.src
+        num_messages = sum(peer.num_sent + peer.num_received for peer in members.by_rank.values())
         body = {
             "for": blocked_on if self._has_data else "data",
-            "count": self.count_events() + session.num_sent.total() + session.num_received.total(),
+            "count": self.count_events() + num_messages,
             "nbytes": self.get_traffic_nbytes(),
             "asks": is_probe,
         }
-        session.send_control(MessageKind.WAITING, rank, body)
+        members.send_control(MessageKind.WAITING, rank, body)
 
     def get_traffic_nbytes(self, rank: int | None = None) -> int:
         """Returns the bytes of large tensors so far to and from a peer, or its relay if it has one, or all peers."""
-        session = self._session
-        ranks = session.get_present_ranks() if rank is None else [session.routes.get_next_hop(rank)]
-        return sum(session.transport.get_traffic(peer).bulk_nbytes for peer in ranks)
+        members = self._members
+        ranks = members.present_ranks if rank is None else {members.routes.next_hops.get(rank, rank)}
+        return sum(members.transport.get_traffic(peer).bulk_nbytes for peer in ranks)
 
     def _get_traffic(self, rank: int) -> ConnectionTraffic:
         """Returns the traffic of a peer or its relay; bytes from a relay are no signs of life of other ranks."""
-        hop = self._session.routes.get_next_hop(rank)
-        traffic = self._session.transport.get_traffic(hop)
+        hop = self._members.routes.next_hops.get(rank, rank)
+        traffic = self._members.transport.get_traffic(hop)
         return traffic if hop == rank else traffic._replace(received_nbytes=0)
 
     def wait_for_data(self, ready: Pending[None]) -> None:
         """Marks this rank as waiting for samples; ``ready`` fails when the view ends."""
         self._has_data, self._data_wait = False, ready
-        if self._session.end_error is not None:
-            ready.set_exception(self._session.end_error)
+        if self._mailbox.ended.is_done:
+            self._fail_data_wait(self._mailbox.ended)
 
     def end_wait_for_data(self) -> None:
         """Ends :meth:`wait_for_data`."""
         self._has_data = True
 
-    def end(self, error: BaseException) -> None:
-        """Fails the wait for samples, since the view has ended."""
-        self._data_wait.set_exception(error)
+    def _fail_data_wait(self, ended: Pending[None]) -> None:
+        assert ended.error is not None
+        self._data_wait.set_exception(ended.error)

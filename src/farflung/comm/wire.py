@@ -150,28 +150,9 @@ class Head(NamedTuple):
     frame: Frame
 
     @property
-    def large_nbytes(self) -> list[int]:
-        """Bytes of each tensor that has a frame of its own."""
-        return self.layout.large_nbytes
-
-    @property
     def has_large_first_part(self) -> bool:
         """Returns True if the payload's first part is a tensor with a frame of its own."""
         return self.layout.tree[:1] == [None] and self.layout.leaves[0].offset is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole message."""
-        return len(self.frame) + sum(self.layout.large_nbytes)
-
-    def check(self, max_nbytes: int) -> None:
-        """Raises :class:`WireError` if the payload is larger than ``max_nbytes``."""
-        if self.layout.nbytes > max_nbytes:
-            error = WireError(
-                f"a payload of {self.layout.nbytes:,} bytes, where messages of this run have at most {max_nbytes:,}"
-            )
-            error.nbytes = self.nbytes
-            raise error
 
     def build_message(self, large_tensors: Sequence[Tensor] = ()) -> Message:
         """Builds the message.
@@ -220,11 +201,15 @@ def supports_dtype(dtype: torch.dtype) -> bool:
     return dtype in _CODES
 
 
-def read_head(frame: Frame) -> Head:
+def read_head(frame: Frame, max_nbytes: float = math.inf) -> Head:
     """Reads the head of a message.
 
+    Args:
+      frame: Bytes of the head.
+      max_nbytes: Most bytes of a payload.
+
     Raises:
-      WireError: the frame is malformed.
+      WireError: the frame is malformed, or the payload is larger.
     """
     if len(frame) < _HEADER.size:
         raise WireError(f"a header of {len(frame)} bytes")
@@ -237,6 +222,12 @@ def read_head(frame: Frame) -> Head:
     layout = _parse_layout(bytes(frame[_HEADER.size : end]))
     if layout.head_nbytes != len(frame):
         raise WireError(f"{len(frame)} bytes where {layout.head_nbytes} were described")
+    if layout.nbytes > max_nbytes:
+        error = WireError(
+            f"a payload of {layout.nbytes:,} bytes, where messages of this run have at most {max_nbytes:,}"
+        )
+        error.nbytes = len(frame) + sum(layout.large_nbytes)
+        raise error
     return Head(_KINDS[kind], view, Tag(exchange, part, hop), RelayRoute(*route), layout, frame)
 
 

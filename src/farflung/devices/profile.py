@@ -12,7 +12,7 @@ from typing import TypeAlias
 from farflung.devices.stragglers import Moment, Straggler
 from farflung.errors import ConfigError
 from farflung.options import check_factor, check_seconds, require
-from farflung.types import CodingCost, Cost
+from farflung.types import Cost
 
 __all__ = ["CodingRates", "DeviceProfile", "LayerProfile", "Points"]
 
@@ -65,19 +65,19 @@ class CodingRates:
         fixed = (self.message_s, self.copy_s_per_byte, self.encrypt_s_per_byte)
         return CodingRates(operations, *(seconds * message_factor for seconds in fixed))
 
-    def compute_seconds(self, cost: CodingCost) -> float:
-        """Computes the time of one operation; 0 if it was not measured."""
-        points = self.operations.get((cost.operation, cost.method))
+    def compute_seconds(self, operation: str, numel: int, method: str) -> float:
+        """Computes the time of one operation on ``numel`` elements; 0 if it was not measured."""
+        points = self.operations.get((operation, method))
         if not points:
             return 0.0
         (smallest, smallest_s), (largest, largest_s) = points[0], points[-1]
-        if cost.numel <= smallest:
+        if numel <= smallest:
             return smallest_s
-        if cost.numel >= largest:
-            return largest_s * cost.numel / largest
+        if numel >= largest:
+            return largest_s * numel / largest
         for (low, low_s), (high, high_s) in pairwise(points):
-            if cost.numel <= high:
-                return low_s + (high_s - low_s) * (cost.numel - low) / (high - low)
+            if numel <= high:
+                return low_s + (high_s - low_s) * (numel - low) / (high - low)
         raise AssertionError("points are sorted")
 
 

@@ -81,10 +81,10 @@ class GradientBucket:
         offset = flat.storage_offset()
         return [flat.as_strided(v.shape, v.stride(), offset + v.storage_offset()) for v in self.views]
 
-    def copy_weights(self) -> Tensor:
-        """Returns a flat copy of the parameters."""
+    def copy_weights(self, out: Tensor | None = None) -> Tensor:
+        """Returns a flat copy of the parameters, in ``out`` if it is given."""
         ordered = zip(self.parameters, self.orders, strict=True)
-        return torch.cat([p.detach().permute(order).reshape(-1) for p, order in ordered])
+        return torch.cat([p.detach().permute(order).reshape(-1) for p, order in ordered], out=out)
 
     def load_weights(self, flat: Tensor) -> None:
         """Overwrites the parameters."""

@@ -33,7 +33,7 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Exchanges the gradients and updates of one rank for a whole run.
+    """Exchanges the gradients and updates of one rank for a whole run; local steps begin with :meth:`restart`.
 
     A step is a round of exchanges: :meth:`begin_round`, a :meth:`handle_bucket` for each bucket,
     :meth:`merge_gradients`, the optimizer, :meth:`finish_round`. All of this runs on the training thread. Exchanges run
@@ -98,6 +98,7 @@ class Engine:
         """True if all ranks have moved equally since the anchors of local steps were last set."""
         self._unapplied: list[list[Arrival]] = []
         """Updates that have arrived and are not applied yet, by step."""
+        self._max_unapplied = max(schedule.max_steps_ahead, 1)
         self.flights: list[Flight] = []
         """Exchanges in flight, in order of launch."""
         self.times = StepTimer(runtime.read_clock)
@@ -130,7 +131,8 @@ class Engine:
 
     def has_gradient_transfers(self, step: int) -> bool:
         """Returns True if gradients leave in the backward pass of a step."""
-        return any(transfer.merge.average_target == "gradient" for transfer in self._plan_transfers(step))
+        transfers = self._schedule.plan(self._schedule_state, self._sync_units, step)
+        return any(transfer.merge.average_target == "gradient" for transfer in transfers)
 
     def begin_round(self, step: int, metadata: StepMetadata) -> None:
         """Plans a round, before its backward pass.
@@ -144,7 +146,7 @@ class Engine:
         """
         self.times.begin_step()
         rate = None if self._optimizer is None else get_learning_rate(self._optimizer)
-        transfers = self._plan_transfers(step)
+        transfers = self._schedule.plan(self._schedule_state, self._sync_units, step)
         plan = self._plan = StepPlan(step, metadata, transfers, rate)
         self.is_round_open = True
         if self._has_stale_anchors and not plan.has_gradients and not self.has_diverged:
@@ -180,7 +182,7 @@ class Engine:
           NonFinite: a rank had a non-finite loss, or gradient if these are checked. It is raised on all ranks at the
             same step, before the update.
         """
-        if len(self._unapplied) > max(self._schedule.max_steps_ahead, 1):
+        if len(self._unapplied) > self._max_unapplied:
             await self._apply_pending()  # steps have been left out one after the other
         self._track_peak()
         steps_on_means = self._plan.has_gradients or bool(self._list_due(gradients=True))
@@ -319,30 +321,38 @@ class Engine:
             },
         }
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: State, *, counts_only: bool = False) -> None:
         """Restores :meth:`state_dict`; exchanges that were in flight start again and give equal results.
 
         Args:
           state: State with tensors on any device.
+          counts_only: True for the state of a flushed engine with another reducer or schedule, of which only rounds
+            and counts continue. The parameters must be loaded already.
 
         Raises:
           CheckpointError: the reducer's state is of another version.
         """
         shared, local = state["shared"], state["local"]
-        self.reducer_states.check_local_state(local["reducer"])
+        if not counts_only:
+            self.reducer_states.check_local_state(local["reducer"])
         self.flights.clear()
         self._unapplied.clear()
         self.is_round_open, self.round_number = False, shared["round_number"]
         self.sent_nbytes, self.peak_nbytes = local["sent_nbytes"], local["peak_nbytes"]
-        self._schedule_state, self._has_stale_anchors = shared["schedule"], shared["has_stale_anchors"]
         self.times.resume_from(local["elapsed_s"])
+        if counts_only:
+            self.restart()
+            return
+        self._schedule_state, self._has_stale_anchors = shared["schedule"], shared["has_stale_anchors"]
         self._metadata.load_state_dict(local["metadata"])
         self.unused.load_state_dict(shared["unused"], local["unused_local"])
         self._merge_states.load_state_dict(shared["merges"], local["merges"])
         for saved in local["flights"].values():
             unit = self._unit_states[saved["number"]]
             kinds = self._merge_states.kinds
-            self._add_flight(Flight.restart(saved, unit, kinds, self._runtime, self._reducer))
+            flight = Flight.restart(saved, unit, kinds, self._runtime, self._reducer)
+            self.flights.append(flight)
+            self._merge_states.add_restarted(flight)
         states = [
             {
                 number: move_state(half, self._unit_states[int(number)].device)
@@ -360,9 +370,6 @@ class Engine:
             self.reducer_states.load_state_dict(*states)
 
     # --- launching --------------------------------------------------------------------------------------------
-
-    def _plan_transfers(self, step: int) -> list[Transfer]:
-        return self._schedule.plan(self._schedule_state, self._sync_units, step)
 
     def _check_transfer(self, transfer: Transfer) -> None:
         """Checks that unit and merge are the schedule's, and that a result is late only if the schedule allows it."""
@@ -404,13 +411,9 @@ class Engine:
         flight.launch(
             self._runtime, self._reducer, concatenate(tensors), is_last_of_step=not plan.num_unlaunched
         )
-        self._add_flight(flight)
+        self.flights.append(flight)
         if is_first and self._schedule.needs_times(self._schedule_state, plan.step):
             flight.decider_times = self._runtime.decide("times", plan.step, self.times.to_json)
-
-    def _add_flight(self, flight: Flight) -> None:
-        self.flights.append(flight)
-        self._merge_states.add(flight)
 
     def _is_busy(self) -> bool:
         """Returns True if any exchange is incomplete."""
@@ -458,7 +461,7 @@ class Engine:
             with self.times.measure_wait():
                 result = await flight.exchange.wait()
             self.flights.remove(flight)
-            self.sent_nbytes += flight.channel.sent_nbytes
+            self.sent_nbytes += flight.exchange.channel.sent_nbytes
             self.times.record_exchange(flight)
             await self._update_reducer(flight, result)
             metadata = self._metadata.layout.unpack(result.metadata)

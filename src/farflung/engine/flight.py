@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -63,11 +63,6 @@ class Flight:
         return self.step + self.delay
 
     @property
-    def channel(self) -> ExchangeChannel:
-        """Channel, which counts the bytes sent."""
-        return self.exchange.channel
-
-    @property
     def nbytes(self) -> int:
         """Number of bytes saved for the merge."""
         values = (value for saved in self.saved.values() for value in saved.values())
@@ -97,16 +92,20 @@ class Flight:
         is_saved = all("contribution" in saved for saved in self.saved.values())
         backup = None if runtime.elastic is None or is_saved else tensor.clone()
 
-        def exchange(channel: ExchangeChannel) -> Coroutine[Pending[Any], None, ReduceResult]:
+        async def exchange(channel: ExchangeChannel) -> ReduceResult:
             wait_until_filled()
-            contribution = (
-                originals.pop()
-                if originals
-                else self._copy_contribution()
-                if backup is None
-                else backup.clone()
-            )
-            return self._run_exchange(reducer, channel, contribution, state)
+            if originals:
+                values = originals.pop()
+            else:
+                values = self._copy_contribution() if backup is None else backup.clone()
+            slot = self.unit.slot
+            if state is not None:
+                slot.state = state
+            self.state_before = slot.state
+            contribution = Contribution(values, self.weight, self.metadata)
+            result = await reducer.reduce(channel, slot, contribution, step=self.step)
+            await channel.wait_computed()
+            return result
 
         def rewind() -> None:
             if self.state_before is not None:
@@ -126,18 +125,6 @@ class Flight:
             is_last_of_step=is_last_of_step,
         )
         self.exchange.result.add_done_callback(handle_end)
-
-    async def _run_exchange(
-        self, reducer: Reducer, channel: ExchangeChannel, tensor: Tensor, state: CodecState | None
-    ) -> ReduceResult:
-        slot = self.unit.slot
-        if state is not None:
-            slot.state = state
-        self.state_before = slot.state
-        contribution = Contribution(tensor, self.weight, self.metadata)
-        result = await reducer.reduce(channel, slot, contribution, step=self.step)
-        await channel.wait_computed()
-        return result
 
     def _copy_contribution(self) -> Tensor:
         """Returns a copy of the saved contribution."""

@@ -17,7 +17,7 @@ __all__ = ["MergeStates"]
 
 
 class MergeStates:
-    """States of each bucket and kind of merge for a whole run.
+    """States of each bucket and kind of merge for a whole run, without anchors until :meth:`reset_anchors`.
 
     Args:
       schedule: Schedule with the merges.
@@ -46,9 +46,7 @@ class MergeStates:
             self.kinds[type(merge).__name__] = type(merge)
             if optimizer is not None:
                 merge.check(optimizer)
-        self._states = {
-            kind: [_init_state(merge, bucket) for bucket in buckets] for kind, merge in self._merges.items()
-        }
+        self._states = {kind: [MergeState() for _ in buckets] for kind in self._merges}
 
     def __contains__(self, merge: Merge) -> bool:
         return type(merge) in self._merges
@@ -85,17 +83,21 @@ class MergeStates:
     def contribute(
         self, merge: Merge, buckets: Sequence[GradientBucket], delay: int
     ) -> tuple[list[Tensor], dict[int, State]]:
-        """Returns the contribution of each bucket to an exchange, and the saved state by bucket."""
+        """Returns the contribution of each bucket to an exchange, and the saved state by bucket.
+
+        The saved state is pending until :meth:`apply`.
+        """
         tensors, saved = [], {}
         for bucket in buckets:
             state = self._states[type(merge)][bucket.index]
             tensor, saved[bucket.index] = merge.contribute(bucket, state, delay)
             state.has_updates = False
+            state.pending.append(saved[bucket.index])
             tensors.append(tensor)
         return tensors, saved
 
-    def add(self, flight: Flight) -> None:
-        """Adds the saved state of an exchange to the pending ones until it is applied."""
+    def add_restarted(self, flight: Flight) -> None:
+        """Adds the saved state of a restarted exchange to the pending ones."""
         for index, saved in flight.saved.items():
             self._states[type(flight.merge)][index].pending.append(saved)
 
@@ -166,10 +168,6 @@ class MergeStates:
             state.has_diverged = state.shared.pop("has_diverged")
             state.has_updates = state.local.pop("has_updates")
             state.pending = []
-
-
-def _init_state(merge: Merge, bucket: GradientBucket) -> MergeState:
-    return MergeState() if merge.average_target == "gradient" else merge.init(bucket.copy_weights())
 
 
 def _copy_state(state: State, bucket: GradientBucket) -> State:

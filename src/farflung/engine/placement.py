@@ -75,13 +75,9 @@ def move_state(state: State, device: torch.device) -> State:
 def record_stream(device: torch.device) -> Callable[[], None]:
     """Returns a function that makes another thread's stream wait for the work queued on this thread's."""
     if device.type != "cuda":
-        return _skip_wait
+        return lambda: None
     event = torch.cuda.current_stream(device).record_event()
     return lambda: torch.cuda.current_stream(device).wait_event(event)
-
-
-def _skip_wait() -> None:
-    pass
 
 
 def synchronize(device: torch.device) -> None:

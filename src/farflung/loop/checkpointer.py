@@ -31,6 +31,7 @@ from farflung.loop.summary import TimeSplit
 from farflung.seeding import RandomState
 from farflung.tasks import Pending, create_completed
 from farflung.telemetry import Telemetry
+from farflung.trees import has_tensors
 from farflung.types import Json, Runtime, SampleIds, State
 
 __all__ = ["BackgroundTasks", "Checkpointer"]
@@ -160,6 +161,7 @@ class Checkpointer:
             "step": step,
             "fingerprint": compute_fingerprint(self.model),
             "workload": self.workload,
+            "recipe": dict(drawing.components.settings),
             "training": self.training.to_json(),
             "model": {
                 **parameters,
@@ -206,10 +208,47 @@ class Checkpointer:
         with wrap_read_errors(
             origin, "not of this recipe; resume with the one it was made with", CheckpointError
         ):
-            self._load(shared_state, replica_state)
+            self._load_model(shared_state, replica_state)
+            self.batch_loader.components.sampler.load_state_dict(replica_state["sampler"])
+            self.engine.load_state_dict(
+                {"shared": shared_state["exchanges"], "local": replica_state["exchanges"]}
+            )
+            self._load_extensions(replica_state["extensions"])
             restore_counts({**replica_state, "step": shared_state["step"]})
 
-    def _load(self, shared_state: State, replica_state: State) -> None:
+    def take_over(
+        self, shared_state: State, replica_state: State, restore_counts: Callable[[State], None]
+    ) -> list[Json]:
+        """Restores the states of a replica with another recipe, after its flush; returns the names of dropped states.
+
+        States of reducer and schedule are dropped, and those of the sampler if it is another.
+        """
+        old, new = shared_state["recipe"], self.batch_loader.components.settings
+        shared, local = shared_state["exchanges"], replica_state["exchanges"]
+        states: dict[str, object] = {
+            "codec" if old["codec"] != "identity" else "reducer": (shared["reducer"], local["reducer"]),
+            "schedule": (
+                shared["schedule"],
+                [
+                    {**state, "anchor": None}
+                    for merge in shared["merges"].values()
+                    for state in merge.values()
+                ],
+                local["merges"],
+            ),
+        }
+        self._load_model(shared_state, replica_state)
+        self.engine.load_state_dict({"shared": shared, "local": local}, counts_only=True)
+        if old["sampler"] == new["sampler"]:
+            self.batch_loader.components.sampler.load_state_dict(replica_state["sampler"])
+            self._load_extensions(replica_state["extensions"])
+        else:
+            states["sampler"] = replica_state["sampler"]
+        restore_counts({**replica_state, "step": shared_state["step"]})
+        return [f"{family} {old[family]}" for family, state in states.items() if has_tensors(state)]
+
+    def _load_model(self, shared_state: State, replica_state: State) -> None:
+        """Loads the model, the optimizer's state, the random state, and the position in the data."""
         drawing = self.batch_loader
         self.model.load_state_dict(
             {**shared_state["model"], **replica_state["buffers"], **replica_state["parameters"]}
@@ -217,12 +256,10 @@ class Checkpointer:
         load_optimizer_state(self.optimizer, replica_state["optimizer"])
         if "random" in replica_state:
             self.random.load_state_dict(replica_state["random"])
-        drawing.components.sampler.load_state_dict(replica_state["sampler"])
         drawing.components.stream.load_state_dict(replica_state["stream"])
         drawing.load_state_dict(replica_state["picked_samples"], replica_state["shared_nbytes"])
-        exchanges = {"shared": shared_state["exchanges"], "local": replica_state["exchanges"]}
-        self.engine.load_state_dict(exchanges)
-        extension_states = replica_state["extensions"]
+
+    def _load_extensions(self, extension_states: State) -> None:
         keys = {extension.key for extension in self.extensions}
         if missing := {name for name, state in extension_states.items() if state} - keys:
             raise ValueError(f"it has the state of {', '.join(sorted(missing))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from farflung.errors import ConfigError
 from farflung.rates import NoScaling
 from farflung.types import (
     BALANCED_LABEL,
+    Json,
     RateScaling,
     Reducer,
     Sampler,
@@ -38,6 +40,8 @@ class Components:
     scaling: RateScaling = field(default_factory=NoScaling)
     bucket_nbytes: int = BUCKET_NBYTES
     """Size of the gradient buckets that the reducer exchanges."""
+    settings: Mapping[str, Json] = field(default_factory=dict)
+    """Settings of the recipe by name, as text; checkpoints hold them."""
 
     def __post_init__(self) -> None:
         _check_resharding(self.sharing, self.stream, self.sampler)

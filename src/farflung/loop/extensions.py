@@ -98,5 +98,5 @@ class ExchangeTrace(Extension):
                 due_step=flight.merge_step,
                 bucket=flight.unit.number,
                 began_s=flight.start_s,
-                bytes_sent=flight.channel.sent_nbytes,
+                bytes_sent=flight.exchange.channel.sent_nbytes,
             )

@@ -15,7 +15,7 @@ from farflung.comm import Purpose
 from farflung.config import Training
 from farflung.data import Holding
 from farflung.engine.accumulated import AccumulatedGradient
-from farflung.engine.averaging import sum_over_ranks
+from farflung.engine.averaging import average, sum_over_ranks
 from farflung.engine.buckets import GradientBuckets
 from farflung.engine.engine import Engine
 from farflung.engine.extension import Extension, StepResult
@@ -34,6 +34,7 @@ from farflung.loop.lockstep import Lockstep
 from farflung.loop.optimizers import set_rate
 from farflung.loop.stopping import STOP, StopAgreement
 from farflung.loop.summary import Leg, Summary, TimeSplit
+from farflung.moments import collect_moments
 from farflung.sampling.scoring import score_batch
 from farflung.seeding import RandomState, create_generator, derive_seed
 from farflung.state_trees import pack_tree, unpack_tree
@@ -124,6 +125,8 @@ class Replica:
     """Number of steps completed before this leg."""
     _earlier_legs: Leg = field(init=False, default_factory=lambda: Leg(0, 0.0, TimeSplit()))
     """Time of earlier legs up to the checkpoint that was resumed."""
+    _dropped_states: list[Json] | None = field(init=False, default=None)
+    """States of the recipe before this leg that were dropped; ``None`` if the recipe has not changed."""
     _earlier_sent: Mapping[str, list[int]] = field(init=False, default_factory=dict)
     """Bytes that had been sent when the resumed checkpoint was written."""
     _background: BackgroundTasks = field(init=False)
@@ -178,6 +181,7 @@ class Replica:
             on_nonfinite=self.training.on_nonfinite,
             steps=self.training.steps,
         )
+        self.engine.restart()
         self.accumulated_gradient = AccumulatedGradient(self.model)
         self.batch_loader = BatchLoader(
             self.runtime,
@@ -271,10 +275,10 @@ class Replica:
         begin = self._begin_s = self.runtime.read_clock()
         self._first_step = self.completed_steps
         is_stopped, pending_score = False, None
-        device_field = {} if self.device == HOST else {"device": str(self.device)}
-        self.telemetry.emit(
-            "begin", t=begin, step=self.completed_steps, steps=self.training.steps, **device_field
-        )
+        fields: dict[str, Json] = {} if self.device == HOST else {"device": str(self.device)}
+        if self._dropped_states is not None:
+            fields["dropped"] = self._dropped_states
+        self.telemetry.emit("begin", t=begin, step=self.completed_steps, steps=self.training.steps, **fields)
         while self.completed_steps < self.training.steps and not is_stopped:
             await self.step()
             is_finished = self.completed_steps == self.training.steps
@@ -324,7 +328,7 @@ class Replica:
         sent.add_all(self.runtime.comm.sent_bytes)
         if self.runtime.untimed is not None:
             sent.add_all(self.runtime.untimed.comm.sent_bytes)
-        in_flight = [flight.channel for flight in self.engine.flights]
+        in_flight = [flight.exchange.channel for flight in self.engine.flights]
         for extension in self._extensions:
             in_flight += extension.channels
         for channel in in_flight:
@@ -621,8 +625,7 @@ class Replica:
             return await self.engine.state_dict(), await self._count_sent()
 
         exchanges, sent_counts = await self.runtime.launch(snapshot())
-        total_time = self._build_leg().add_earlier(self._earlier_legs).to_json()
-        counts: State = {"samples": self._num_samples, "sent": sent_counts, "time": total_time}
+        counts = self._build_counts(sent_counts)
         checkpoints = self.checkpoints
         if self.runtime.elastic is not None:
             ranks = await _gather_present_ranks(self.runtime, self.completed_steps)
@@ -630,6 +633,11 @@ class Replica:
         await self._checkpointer.save(
             checkpoints, self.completed_steps, exchanges, counts, self._background, self.telemetry
         )
+
+    def _build_counts(self, sent: Mapping[str, list[int]]) -> State:
+        """Builds the counts of a checkpoint, given the bytes sent to each rank by kind."""
+        total_time = self._build_leg().add_earlier(self._earlier_legs).to_json()
+        return {"samples": self._num_samples, "sent": sent, "time": total_time}
 
     def resume(self, step: int) -> None:
         """Continues from the checkpoint of ``step``.
@@ -639,6 +647,26 @@ class Replica:
         """
         assert self.checkpoints is not None
         self._checkpointer.resume(self.checkpoints, step, self._restore_counts)
+
+    async def take_over(self, predecessor: Replica) -> None:
+        """Continues from a resumed replica of the same rank with another recipe; afterwards all replicas are equal.
+
+        Its exchanges in flight are merged as at the end of a run, and moments of the optimizer are averaged if its
+        replicas took local steps. Event ``begin`` names the states that are dropped.
+        """
+        predecessor._begin_s, predecessor._first_step = self.runtime.read_clock(), predecessor.completed_steps
+        await predecessor.flush()
+        if not predecessor.schedule.is_gradient_only:
+            moments = collect_moments(predecessor.optimizer, predecessor.buckets.parameters)
+            number = predecessor.engine.round_number
+            await average(self.runtime, moments, number, Purpose.MOMENTS)
+        exchanges = await self.runtime.launch(predecessor.engine.state_dict())
+        counts = predecessor._build_counts(
+            predecessor._earlier_sent
+        )  # what the flush sent counts in this leg
+        states = predecessor._checkpointer.build_states(predecessor.completed_steps, exchanges, counts)
+        self._dropped_states = self._checkpointer.take_over(*states, self._restore_counts)
+        predecessor.components.stream.close()
 
     def _restore_counts(self, counts: State) -> None:
         self.completed_steps, self._num_samples = counts["step"], counts["samples"]

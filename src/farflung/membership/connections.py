@@ -186,7 +186,7 @@ class Connections:
           True if votes must wait for a connection.
         """
         time_s = self._runtime.read_clock()
-        cuts = self._member.find_cuts()
+        cuts = self._find_cuts()
         is_stranded = self._member.is_stranded
         dial_s, repair_s = min(_DIAL_S, self._patience_s / 4), min(REPAIR_S, self._patience_s / 2)
         for _ in cuts.difference(self._cut_times):
@@ -246,7 +246,10 @@ class Connections:
 
     def has_new_cuts(self) -> bool:
         """Returns True if there are broken connections that :meth:`start_repairs` has not seen."""
-        return bool(self._member.find_cuts().difference(self._cut_times))
+        return bool(self._find_cuts().difference(self._cut_times))
+
+    def _find_cuts(self) -> set[frozenset[str]]:
+        return set() if self._member.knowledge is None else self._member.knowledge.find_cuts()
 
     def _reconnect(self, name: str, relay: str | None) -> Pending[None]:
         self.closed_names.add(name)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from farflung.comm import ExchangeChannel, ExchangeHandle, Purpose, ResultCodec
+from farflung.comm import ExchangeChannel, Purpose, ResultCodec
 from farflung.membership.agreement import RUN_COMPLETE, Agreement
 from farflung.membership.connections import TAG, build_payload
 from farflung.membership.roster import Roster
@@ -18,8 +17,6 @@ from farflung.tasks import Pending
 from farflung.types import Change, Runtime
 
 __all__ = ["PaxosMembership"]
-
-T = TypeVar("T")
 
 
 class PaxosMembership:
@@ -72,6 +69,8 @@ class PaxosMembership:
             can_return=can_return, first_step=first_step, on_view=on_view,
         )  # fmt: skip
         self._runtime, self._log = runtime, self.agreement.log
+        self.start = self._log.start
+        """See :meth:`farflung.membership.exchanges.ExchangeLog.start`."""
         self.find_change = self.roster.find_change
         self.count_batches = self.roster.count_batches
         self.return_batches = self.roster.return_batches
@@ -153,23 +152,6 @@ class PaxosMembership:
           RunLost: As :meth:`receive_state`.
         """
         return await self._runtime.launch(self.agreement.joiner.should_follow(step))
-
-    # --- exchanges --------------------------------------------------------------------------------------------------
-
-    def start(
-        self,
-        number: int,
-        part: int,
-        make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]],
-        result_codec: ResultCodec[T],
-        *,
-        rewind: Callable[[], None] | None = None,
-        is_last_of_step: bool = False,
-    ) -> ExchangeHandle[T]:
-        """Starts an exchange; see :func:`farflung.comm.start_exchange`."""
-        if self.is_joining:
-            return self.agreement.joiner.follow_exchange(number, part, make, result_codec)
-        return self._log.start(number, part, make, result_codec, rewind, is_last_of_step)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from farflung.comm import ExchangeChannel, ExchangeHandle, Purpose, ResultCodec
 from farflung.comm.channel import get_exchange_step
 from farflung.errors import PeerFailed, PeerLost, WaitEnded
-from farflung.membership.subgroup import Subgroup, ViewChannel
+from farflung.membership.subgroup import Subgroup
 from farflung.membership.views import View
 from farflung.tasks import Pending
 from farflung.trees import pack_tensors, unpack_tensors
@@ -120,10 +120,13 @@ class ExchangeLog:
         part: int,
         make: Callable[[ExchangeChannel], Coroutine[Pending[Any], None, T]],
         result_codec: ResultCodec[T],
+        *,
         rewind: Callable[[], None] | None = None,
         is_last_of_step: bool = False,
     ) -> LoggedExchange[T]:
-        """Starts an exchange; see :func:`farflung.comm.start_exchange`."""
+        """Starts an exchange, or follows it with the results of others; see :func:`farflung.comm.start_exchange`."""
+        if self._agreement.is_joining:
+            return self._agreement.joiner.follow_exchange(number, part, make, result_codec)
         self.num_started += 1
         drops, self.taken_exchanges = self.taken_exchanges, []
         logged = LoggedExchange(
@@ -152,9 +155,14 @@ class ExchangeLog:
             return
         assert logged.make is not None
         self._mark_started(logged)
-        group = Subgroup(self._comm, self._roster.list_contributors(logged.begun_step))
+        group = Subgroup(
+            self._comm,
+            self._roster.list_contributors(logged.begun_step),
+            is_current=lambda: self._roster.view is view,
+            sent_counts=logged.channel.sent_counts,
+        )
         try:
-            value = await logged.make(ViewChannel(group, logged.channel, lambda: self._roster.view is view))
+            value = await logged.make(ExchangeChannel(group, logged.exchange, logged.part))
         except (PeerLost, PeerFailed) as error:
             if view is self._roster.view:
                 self._agreement.mark_lost(str(error.rank))

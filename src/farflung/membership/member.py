@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal, Protocol, TypeAlias
 
+from farflung.membership.knowledge import Knowledge
 from farflung.membership.messages import EndCertificate, Fact, MemberReport, Message, Vote
-from farflung.membership.views import View, find_largest_connected, find_reachable, is_majority
+from farflung.membership.views import View, is_majority
 
 __all__ = ["CertificateSigner", "Driver", "Member"]
 
@@ -92,7 +93,7 @@ class Member:
         *,
         quorum: Literal["majority", 1] = "majority",
     ) -> None:
-        self.name, self.view, self.is_stopped = name, view, False
+        self.name, self.is_stopped = name, False
         self._driver, self._sign_certificate, self._quorum = driver, sign_certificate, quorum
         self.connected_names, self._guests, self._disconnected_names = set[str](), set[str](), set[str]()
         self._certificates: dict[str, EndCertificate] = {}
@@ -101,12 +102,13 @@ class Member:
         """Number of the view that suspended this member."""
         self.has_left = False
         """True if this member has left on its own request: by a view without it, or before it had a view."""
-        self._reset_view()
+        self._enter_view(view)
 
-    def _reset_view(self) -> None:
-        """Resets the state that belongs to one view."""
-        self._fact_counts: dict[Fact, int] = {}
-        self._view_certificates: dict[str, EndCertificate] = {}
+    def _enter_view(self, view: View | None) -> None:
+        """Begins the state that belongs to one view."""
+        self.view = view
+        self.knowledge = None if view is None else Knowledge(view)
+        """Knowledge of the view; ``None`` without a view."""
         self._reports: dict[str, MemberReport] = {}
         self._voters: dict[Vote, set[str]] = {}
         self._held_exchanges: tuple[int, ...] | None = None
@@ -151,8 +153,8 @@ class Member:
         self.handle_loss(name)
         if final_report is not None:
             self._handle_report(name, final_report)
-        if self.view is not None and name in self.view.members:
-            self._view_certificates[name] = certificate
+        if self.knowledge is not None and name in self.knowledge.view.members:
+            self.knowledge.certificates[name] = certificate
             self._has_news = True
 
     def leave(self) -> None:
@@ -186,10 +188,14 @@ class Member:
           can_vote: False if votes must wait, for example for connections under repair.
           can_admit: True if the view may end just for an admission; a driver may wait for the end of exchanges.
         """
-        view = None
-        while self.view not in (None, view) and not self.is_stopped:  # repeat after each installed view
-            view = self.view
-            if not self.is_frozen and (self._is_ending() or (can_admit and self.has_candidates)):
+        known = None
+        while self.knowledge not in (None, known) and not self.is_stopped:  # repeat after each installed view
+            known = self.knowledge
+            assert known is not None
+            is_ending = known.is_ending or any(
+                report.held_exchanges is not None for report in self._reports.values()
+            )
+            if not self.is_frozen and (is_ending or (can_admit and self.has_candidates)):
                 self._held_exchanges = self._driver.freeze()
                 self._has_news = True
             if self._has_news:
@@ -203,7 +209,7 @@ class Member:
     @property
     def has_candidates(self) -> bool:
         """Returns True if a process connected to all participants waits for admission."""
-        return self.view is not None and bool(self._find_admitted(self._find_participants()))
+        return self.knowledge is not None and bool(self.knowledge.find_admitted(self._find_participants()))
 
     @property
     def ballot(self) -> int:
@@ -213,22 +219,10 @@ class Member:
     @property
     def is_stranded(self) -> bool:
         """Returns True if the view is ending and the reachable members are too few to agree on the next."""
-        if self.view is None or not self.is_frozen:
+        if self.knowledge is None or not self.is_frozen:
             return False
-        reached = {self.name, *self.connected_names.intersection(self.view.members)}
-        return not self._is_quorum(reached, self._view_certificates.keys())
-
-    def find_cuts(self) -> set[frozenset[str]]:
-        """Returns the pairs of members, not certified dead, with a broken connection."""
-        alive = (
-            {x for x in self.view.members if x not in self._view_certificates}
-            if self.view is not None
-            else set()
-        )
-        pairs = (
-            frozenset((fact.member, fact.peer)) for fact, count in self._fact_counts.items() if count % 2
-        )
-        return {pair for pair in pairs if len(pair) == 2 and pair <= alive}
+        reached = {self.name, *self.connected_names.intersection(self.knowledge.view.members)}
+        return not self._is_quorum(reached, self.knowledge.certificates)
 
     def end(self) -> None:
         """Stops this member because its process ends on its own, and certifies that (R9), so that nobody waits."""
@@ -243,14 +237,14 @@ class Member:
             return
         final_report = None
         reason = "no view has admitted this process"
-        if self.view is not None:
+        if self.knowledge is not None:
             final_report = self._build_report()
             self._driver.store_report(final_report)
-            alive = [x for x in self.view.members if x not in self._view_certificates]
+            alive = self.knowledge.alive
             reached = [x for x in alive if x in self.connected_names]
             unreached = [x for x in alive if x not in (self.name, *reached)]
             reason = (
-                f"no agreement on view {self.view.number + 1}; connected: {', '.join(reached) or 'none'}; "
+                f"no agreement on view {self.knowledge.view.number + 1}; connected: {', '.join(reached) or 'none'}; "
                 f"may be alive: {', '.join(unreached) or 'none'}; "
                 f"needed: more than half of {len(alive)} members, or half with {alive[0]}"
             )
@@ -267,46 +261,43 @@ class Member:
         if report.view.number > (self._suspended_view if self.view is None else self.view.number):
             if self.view is not None or self.name in report.view.members:
                 self._install_view(report.view)
-        if self.view is None:
+        if self.knowledge is None:
             return
         self._guests.discard(source)  # it has a view
         self._record_connection(source)
-        if report.view.number < self.view.number:
+        if report.view.number < self.knowledge.view.number:
             self._report_targets.add(source)
-        elif report.view == self.view:  # with a quorum of 1 there may be several views of a number
+        elif report.view == self.knowledge.view:  # with a quorum of 1 there may be several views of a number
             self._reports[source] = report
-            self._merge_facts(report.fact_counts)
-
-    def _merge_facts(self, fact_counts: Mapping[Fact, int]) -> None:
-        for fact, count in fact_counts.items():
-            if count > self._fact_counts.get(fact, 0):
-                self._fact_counts[fact] = count
-                self._has_news = True
+            self._has_news |= self.knowledge.merge_facts(report.fact_counts)
 
     def _record_connection(self, name: str) -> None:
         """Counts a change of the link to a process; links start whole for members, and cut for guests."""
-        if self.view is None or name == self.name:
+        if self.knowledge is None or name == self.name:
             return
-        fact = Fact("link", self.name, name)
-        if name not in self.view.members:
-            count, is_whole = self._fact_counts.get(fact, 1), name in self._guests
+        fact, fact_counts = Fact("link", self.name, name), self.knowledge.fact_counts
+        if name not in self.knowledge.view.members:
+            count, is_whole = fact_counts.get(fact, 1), name in self._guests
         elif name in self._certificates:
             return
         else:
-            count, is_whole = self._fact_counts.get(fact, 0), name not in self._disconnected_names
+            count, is_whole = fact_counts.get(fact, 0), name not in self._disconnected_names
         if (count % 2 == 0) != is_whole:
-            self._merge_facts({fact: count + 1})
+            fact_counts[fact] = count + 1
+            self._has_news = True
 
     def _add_wish(self, kind: Literal["leave", "redo"]) -> None:
+        assert self.knowledge is not None
         fact = Fact(kind, self.name)
-        self._merge_facts({fact: self._fact_counts.get(fact, 0) + 1})
+        self.knowledge.fact_counts[fact] = self.knowledge.fact_counts.get(fact, 0) + 1
+        self._has_news = True
 
     def _build_report(self) -> MemberReport:
-        assert self.view is not None
+        assert self.knowledge is not None
         return MemberReport(
-            self.view,
-            dict(self._fact_counts),
-            dict(self._view_certificates),
+            self.knowledge.view,
+            dict(self.knowledge.fact_counts),
+            dict(self.knowledge.certificates),
             self._held_exchanges,
             self._vote,
         )
@@ -319,37 +310,10 @@ class Member:
 
     # --- what follows from knowledge (R2 to R5) ---------------------------------------------------------------------
 
-    def _is_ending(self) -> bool:
-        """Returns True if the view ends (R2): by a cut, even one that has healed, a death or a wish."""
-        assert self.view is not None
-        members = set(self.view.members)
-        return (
-            bool(self._view_certificates)
-            or any(fact.kind != "link" or fact.peer in members for fact in self._fact_counts)
-            or any(report.held_exchanges is not None for report in self._reports.values())
-        )
-
     def _find_participants(self) -> list[str]:
         """Returns the participants of the agreement (R3), by seniority."""
-        assert self.view is not None
-        links = ((fact, count) for fact, count in self._fact_counts.items() if fact.kind == "link")
-        cut = {(fact.member, fact.peer) for fact, count in links if count % 2}
-        alive = [x for x in self.view.members if x not in self._view_certificates]
-        return find_largest_connected(
-            find_reachable(self.name, alive, cut) if self._quorum == 1 else alive, cut
-        )
-
-    def _find_admitted(self, participants: Iterable[str]) -> list[str]:
-        """Returns the guests that are connected to all participants."""
-        assert self.view is not None
-        guests = {fact.peer for fact in self._fact_counts if fact.kind == "link"}.difference(
-            self.view.members
-        )
-        links = {
-            guest: [self._fact_counts.get(Fact("link", name, guest), 1) for name in participants]
-            for guest in guests
-        }
-        return sorted(guest for guest, counts in links.items() if not any(count % 2 for count in counts))
+        assert self.knowledge is not None
+        return self.knowledge.find_participants(self.name if self._quorum == 1 else None)
 
     def _is_quorum(self, names: Collection[str], dead: Collection[str]) -> bool:
         """Returns True if names are a quorum (R4) of the members without those certified dead."""
@@ -358,9 +322,9 @@ class Member:
 
     def _cast_vote(self) -> None:
         """Casts a vote, once per ballot, if all participants have reported the same knowledge (R5)."""
-        assert self.view is not None
+        assert self.knowledge is not None
         part = self._find_participants()
-        dead = tuple(sorted(self._view_certificates))
+        dead = tuple(sorted(self.knowledge.certificates))
         own_report = self._build_report()
         if self.name not in part or not self._is_quorum(part, dead):
             return
@@ -369,7 +333,7 @@ class Member:
         reports = self._collect_unanimous(part, own_report)
         if reports is not None:
             self._vote = Vote(own_report.ballot, dead, self._choose_value(reports))
-            self._broadcast(self.connected_names.intersection(self.view.members), self._vote)
+            self._broadcast(self.connected_names.intersection(self.knowledge.view.members), self._vote)
             self._count_vote(self.name, self._vote)
 
     def _collect_unanimous(
@@ -392,28 +356,30 @@ class Member:
 
     def _choose_value(self, reports: Mapping[str, MemberReport]) -> View:
         """Returns the view voted for at the highest ballot in a report or final report, or else the successor view."""
+        assert self.knowledge is not None
         final_reports = [
             x.final_report
-            for x in self._view_certificates.values()
+            for x in self.knowledge.certificates.values()
             if x.final_report is not None and x.final_report.view == self.view
         ]
         earlier = [report.vote for report in (*reports.values(), *final_reports) if report.vote is not None]
         return max(earlier, key=lambda vote: vote.ballot).value if earlier else self._build_successor(reports)
 
     def _build_successor(self, reports: Mapping[str, MemberReport]) -> View:
-        assert self.view is not None
-        leaving_names = {x for x in reports if Fact("leave", x) in self._fact_counts}
-        members = (*(x for x in reports if x not in leaving_names), *self._find_admitted(reports))
+        assert self.knowledge is not None
+        number, fact_counts = self.knowledge.view.number + 1, self.knowledge.fact_counts
+        leaving_names = {x for x in reports if Fact("leave", x) in fact_counts}
+        members = (*(x for x in reports if x not in leaving_names), *self.knowledge.find_admitted(reports))
         held_exchanges = {x: report.held_exchanges for x, report in reports.items() if report.held_exchanges}
         if not held_exchanges:
-            return View(self.view.number + 1, members, (), ())
+            return View(number, members, (), ())
         base = min(numbers[0] for numbers in held_exchanges.values())
         held_numbers = {x: {*range(base, held_exchanges[x][0]), *held_exchanges[x]} for x in held_exchanges}
         # Members that leave come last, then those that hold least; ties are by seniority.
         givers = sorted(held_exchanges, key=lambda x: (x in leaving_names, -len(held_numbers[x])))
         newest = tuple(sorted(set().union(*held_numbers.values())))
         holders = tuple(tuple(x for x in givers if exchange in held_numbers[x]) for exchange in newest)
-        return View(self.view.number + 1, members, newest, holders)
+        return View(number, members, newest, holders)
 
     # --- decision (R6) ----------------------------------------------------------------------------------------------
 
@@ -430,20 +396,20 @@ class Member:
             return
         is_evicted = self.name not in view.members
         if is_evicted and not self._is_leaving and self._driver.did_suspend(view):
-            self.view, self._suspended_view = None, view.number
-            self._reset_view()
+            self._suspended_view = view.number
+            self._enter_view(None)
             return
         gone_names = set(self.view.members if self.view else ()).difference(view.members)
-        self.view = view
-        self._reset_view()
+        self._enter_view(view)
+        assert self.knowledge is not None
         for name in gone_names:  # names are never reused
             self._certificates.pop(name, None)
             self._disconnected_names.discard(name)
         self.has_left = is_evicted and self._is_leaving
         if not is_evicted:
-            self._view_certificates = {
-                x: self._certificates[x] for x in view.members if x in self._certificates
-            }
+            self.knowledge.certificates.update(
+                {x: self._certificates[x] for x in view.members if x in self._certificates}
+            )
             for name in (*view.members, *self._guests):
                 self._record_connection(name)
             if self._is_leaving:

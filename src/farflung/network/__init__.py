@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from farflung.network.costs import count_pieces
     from farflung.network.fabric import Fabric, Flow
     from farflung.network.link import BandwidthTrace, Link
-    from farflung.network.loading import load_profile
+    from farflung.network.loading import format_profile, load_profile
     from farflung.network.max_min import compute_max_min_rates
     from farflung.network.profile import Medium, NetworkProfile, Site, SiteLink
     from farflung.network.tcp import TcpModel, choose_num_connections, compute_repair_s, compute_window_bps
@@ -21,7 +21,7 @@ else:
             "costs": "count_pieces",
             "fabric": "Fabric Flow",
             "link": "Link BandwidthTrace",
-            "loading": "load_profile",
+            "loading": "format_profile load_profile",
             "max_min": "compute_max_min_rates",
             "catalog": "NETWORKS find_network",
             "profile": "SiteLink Medium NetworkProfile Site",
@@ -50,5 +50,6 @@ __all__ = [
     "compute_window_bps",
     "count_pieces",
     "find_network",
+    "format_profile",
     "load_profile",
 ]

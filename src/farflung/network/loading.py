@@ -26,6 +26,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from farflung.files import prefix_errors, read_number_pairs, wrap_read_errors
@@ -33,7 +36,7 @@ from farflung.network.link import BandwidthTrace, Capacity, Link
 from farflung.network.profile import Medium, NetworkProfile, Site, SiteLink
 from farflung.tables import Readers, Table, load_table
 
-__all__ = ["load_profile"]
+__all__ = ["format_profile", "load_profile"]
 
 
 def load_profile(path: Path) -> NetworkProfile:
@@ -80,6 +83,34 @@ def load_profile(path: Path) -> NetworkProfile:
         source=str(path),
         tcp_connections=top.read_number_or_text("connections", 1),
     )
+
+
+def format_profile(profile: NetworkProfile, comments: Sequence[str] = ()) -> str:
+    """Formats a measured profile as TOML for :func:`load_profile`, with four digits of each figure.
+
+    Args:
+      profile: Profile whose capacities are constant.
+      comments: Lines of comments at the top.
+    """
+    lines = [*(f"# {line}" for line in comments), f"name = {json.dumps(profile.name)}"]
+    for medium in profile.media:
+        lines += ["", "[[medium]]", *_format_entries(medium, ("name", "bandwidth_bps", "relayed"))]
+    for site in profile.sites:
+        lines += ["", "[[site]]", *_format_entries(site, ("name", "nodes", "up_bps", "down_bps", "medium"))]
+    for site_link in profile.site_links:
+        lines += ["", "[[link]]", f"from = {json.dumps(site_link.src)}", f"to = {json.dumps(site_link.dst)}"]
+        lines += _format_entries(site_link.link, ("latency_s", "bandwidth_bps"))
+    return "\n".join(lines) + "\n"
+
+
+def _format_entries(part: object, keys: Sequence[str]) -> list[str]:
+    """Formats the fields of a part that are set; infinite capacities are the default."""
+    values = {key: getattr(part, key) for key in keys}
+    return [
+        f"{key} = {float(f'{value:.4g}') if isinstance(value, float) else json.dumps(value)}"
+        for key, value in values.items()
+        if value not in (None, math.inf, False)
+    ]
 
 
 def _read_trace(table: Table, folder: Path) -> BandwidthTrace:

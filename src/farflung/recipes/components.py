@@ -72,6 +72,7 @@ def build_components(recipe: Recipe, seed: int, partition_index: int | None) -> 
         ),
         scaling=_build_component("scaling", recipe.scaling, SCALINGS),
         bucket_nbytes=recipe.bucket_nbytes,
+        settings=recipe.settings,
     )
 
 

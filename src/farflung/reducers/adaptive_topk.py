@@ -30,7 +30,6 @@ from farflung.reducers.base import (
 from farflung.types import (
     Channel,
     CodecState,
-    CodingCost,
     Contribution,
     Json,
     Payload,
@@ -164,8 +163,8 @@ class AdaptiveTopK(Reducer):
     ) -> ReduceResult:
         """Sends the largest entries or all, as all ranks decided by earlier norms, or by this step's if exact."""
         tensor, method, state = compute_numerator(channel, contribution), self.method, slot.state
-        cost = CodingCost("norms", method, tensor.numel())
-        norms = channel.compute(cost, partial(self._compute_norms, state, tensor))
+        channel.charge("norms", tensor.numel(), method)
+        norms = self._compute_norms(state, tensor)
         shared = state.shared
         if self.decide == "exact":
             _, sums = await CodecExchange(channel, self.collective, norms, step).sum(tensor.new_empty(0))
@@ -177,8 +176,8 @@ class AdaptiveTopK(Reducer):
             path = start_all_gather(exchange, self._codec, method, inner, tensor)
             summed, inner = path.finish(), path.state
         else:
-            cost = CodingCost("add", "", tensor.numel())
-            tensor, inner = channel.compute(cost, partial(self._codec.flush, inner, tensor))
+            channel.charge("add", tensor.numel())
+            tensor, inner = self._codec.flush(inner, tensor)
             summed = exchange.sum_dense(tensor)
         slot.state = with_nested_state(slot.state, "codec", inner)
         result = build_result(channel, *await summed, contribution.tensor.dtype)
@@ -227,17 +226,12 @@ class AdaptiveTopK(Reducer):
         shared = slot.state.shared
         local = slot.state.local
         method = self.method
-        cost = partial(CodingCost, method=method, numel=tensor.numel())
-        accumulated, chosen, left_out = channel.compute(
-            cost("select"), partial(self._select, shared["runs"], tensor, local["residual"])
-        )
+        channel.charge("select", tensor.numel(), method)
+        accumulated, chosen, left_out = self._select(shared["runs"], tensor, local["residual"])
         num_steps = 0 if self.epoch_steps and step % self.epoch_steps == 0 else local["averaged"]
         mean = (num_steps * local["left_out"] + left_out) / (num_steps + 1) if num_steps else left_out
-
-        def leave_out() -> Tensor:
-            return accumulated.index_fill(0, chosen, 0.0).nan_to_num_(0.0, 0.0, 0.0)
-
-        residual = channel.compute(cost("residual"), leave_out)
+        channel.charge("residual", tensor.numel(), method)
+        residual = accumulated.index_fill(0, chosen, 0.0).nan_to_num_(0.0, 0.0, 0.0)
         slot.state = CodecState(shared, {"residual": residual, "left_out": mean, "averaged": num_steps + 1})
         vote = torch.tensor([float(mean <= self.threshold)], dtype=torch.float64)
         _, num_votes = await CodecExchange(channel, self.collective, vote, step).sum(tensor.new_empty(0))

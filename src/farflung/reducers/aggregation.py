@@ -14,19 +14,12 @@ from farflung.codecs import ErrorFeedback
 from farflung.codecs.base import TransformCodec, accumulate, get_nested_state
 from farflung.codecs.feedback import with_residual
 from farflung.comm import Coding
-from farflung.comm.collectives.coding import ChargedCoding
-from farflung.comm.collectives.segments import (
-    compute_copy,
-    compute_sum,
-    cut_segments,
-    list_peers,
-    sum_in_order,
-)
+from farflung.comm.collectives.segments import cut_segments, list_peers, sum_in_order
 from farflung.comm.staging import copy_to_device
 from farflung.errors import Unsupported
 from farflung.reducers.base import clamp_finite
 from farflung.trees import clone_shared, has_only_seeds, map_tensors
-from farflung.types import Channel, Codec, CodecState, CodingCost, Payload, Seeds, Segment, TensorSpec
+from farflung.types import Channel, Codec, CodecState, Payload, Seeds, Segment, TensorSpec
 
 __all__ = [
     "CodecExchange",
@@ -76,20 +69,20 @@ class CodecExchange:
         """
         if self.dtype is None or self.dtype == tensor.dtype:
             return await self.sum(tensor)
-        size, cost = self.channel.size, CodingCost("copy", "", tensor.numel())
-        info = torch.finfo(self.dtype)
+        size, info = self.channel.size, torch.finfo(self.dtype)
         # Each number, and each sum but the first, may be rounded up.
         limit = max(float(self.metadata[0]), 1.0) * info.max / size * (1.0 - (size - 1) * info.eps)
-        narrow = self.channel.compute(cost, lambda: clamp_finite(tensor.mul(1 / size), limit).to(self.dtype))
-        total, metadata = await self.sum(narrow)
-        return self.channel.compute(cost, lambda: tensor.copy_(total).mul_(size)), metadata
+        self.channel.charge("copy", tensor.numel())
+        total, metadata = await self.sum(clamp_finite(tensor.mul(1 / size), limit).to(self.dtype))
+        self.channel.charge("copy", tensor.numel())
+        return tensor.copy_(total).mul_(size), metadata
 
     def encode(
         self, codec: Codec, method: str, state: CodecState, tensor: Tensor
     ) -> tuple[Payload, CodecState]:
         """Encodes the whole tensor of this rank."""
-        encode = partial(codec.encode, state, tensor, step=self.step, count=1)
-        return self.channel.compute(CodingCost("encode", method, tensor.numel()), encode)
+        self.channel.charge("encode", tensor.numel(), method)
+        return codec.encode(state, tensor, step=self.step, count=1)
 
     def send(self, payloads: Sequence[Payload], hops: int) -> int:
         """Sends each other rank its payload and the metadata; returns the first of the reserved hops."""
@@ -169,9 +162,9 @@ def start_linear(
             total, metadata = await exchange.sum(flat[0] if len(flat) == 1 else torch.cat(flat))
             totals[dtype] = iter(total.split([len(part) for part in flat]))
         payload = map_tensors(encoded, lambda part: next(totals[part.dtype]).view(part.shape))
-        channel, cost = exchange.channel, CodingCost("decode", method, spec.numel)
-        decode = partial(codec.decode, state, payload, spec, step=exchange.step, count=channel.size)
-        return channel.compute(cost, decode), metadata
+        channel = exchange.channel
+        channel.charge("decode", spec.numel, method)
+        return codec.decode(state, payload, spec, step=exchange.step, count=channel.size), metadata
 
     return StartedAggregation(state, finish, partial(codec.update_state, step=exchange.step))
 
@@ -191,22 +184,20 @@ def start_all_gather(
 
     async def finish() -> Sums:
         """Returns the sums, in rank order whatever the order of arrival."""
-        cost = CodingCost("accumulate", method, tensor.numel())
-        add: Callable[[Payload, Tensor], None] = partial(
-            accumulate, codec, state, step=exchange.step, count=1
-        )
-        if isinstance(codec, TransformCodec):
-            add = partial(codec.add_payload, state)
         tensor.zero_()
         metadata = torch.zeros_like(exchange.metadata)
         for rank in range(channel.size):
             payload, peer_metadata = await exchange.recv(rank, hop, local_payload, tensor.device)
-            channel.compute(cost, partial(add, payload, tensor))
+            channel.charge("accumulate", tensor.numel(), method)
+            if isinstance(codec, TransformCodec):
+                codec.add_payload(state, payload, tensor)
+            else:
+                accumulate(codec, state, payload, tensor, step=exchange.step, count=1)
             metadata += peer_metadata
         if not isinstance(codec, TransformCodec):
             return tensor, metadata
-        cost = CodingCost("decode", method, tensor.numel())
-        return channel.compute(cost, partial(codec.invert, state, tensor)), metadata
+        channel.charge("decode", tensor.numel(), method)
+        return codec.invert(state, tensor), metadata
 
     return StartedAggregation(state, finish, partial(codec.update_state, step=exchange.step), is_sent=True)
 
@@ -223,8 +214,9 @@ def start_hops(
     """
     inner, unsent = strip_feedback(codec), None
     if inner is not codec:
-        residual, cost = state.local["residual"], CodingCost("add", "", tensor.numel())
-        exchange.channel.compute(cost, partial(tensor.add_, residual.to(tensor.device)))
+        residual = state.local["residual"]
+        exchange.channel.charge("add", tensor.numel())
+        tensor.add_(residual.to(tensor.device))
         unsent, state = torch.zeros_like(tensor), with_residual(state, torch.zeros_like(residual))
     coding = Coding(inner, seeds, exchange.step, unsent, method)
 
@@ -252,22 +244,26 @@ def start_two_phases(
     """
     channel, inner = exchange.channel, strip_feedback(codec)
     rank, size, has_feedback = channel.rank, channel.size, inner is not codec
-    coding = ChargedCoding(channel, Coding(inner, seeds, exchange.step, method=method))
+    coding = Coding(inner, seeds, exchange.step)
     segments, inputs = cut_segments(tensor.numel(), size), tensor
     if has_feedback:
-        inputs = compute_sum(channel, [tensor, state.local["residual"].to(tensor.device)])
-    payloads = [
-        clone_shared(coding.encode(segment.narrow(inputs), segment, 1), inputs) for segment in segments
-    ]
-    hop, sum_error = exchange.send(payloads, 2), tensor[:0]
+        channel.charge("add", tensor.numel())
+        inputs = sum_in_order([tensor, state.local["residual"].to(tensor.device)])
+
+    def encode(part: Tensor, segment: Segment, count: int) -> Payload:
+        channel.charge("encode", segment.length, method)
+        return clone_shared(coding.encode(part, segment, count), part)
 
     def decode(payload: Payload, segment: Segment, count: int) -> Tensor:
+        channel.charge("decode", segment.length, method)
         return coding.decode(payload, TensorSpec((segment.length,), tensor.dtype), segment, count)
 
+    payloads = [encode(segment.narrow(inputs), segment, 1) for segment in segments]
+    hop, sum_error = exchange.send(payloads, 2), tensor[:0]
     if has_feedback:
         decoded = [decode(payload, segment, 1) for payload, segment in zip(payloads, segments, strict=True)]
-        cost = CodingCost("subtract", "", tensor.numel())
-        residual = channel.compute(cost, lambda: inputs.sub_(torch.cat(decoded)).nan_to_num_(0.0, 0.0, 0.0))
+        channel.charge("subtract", tensor.numel())
+        residual = inputs.sub_(torch.cat(decoded)).nan_to_num_(0.0, 0.0, 0.0)
         state = with_residual(state, residual)
 
     async def finish() -> Sums:
@@ -277,20 +273,21 @@ def start_two_phases(
             payload, metadata = await exchange.recv(peer, hop, payloads[rank], tensor.device)
             parts.append(decode(payload, shard, 1))
             metadata_by_rank.append(metadata)
-        total = compute_sum(channel, parts)
-        packed = clone_shared(coding.encode(total, shard, size), total)
+        channel.charge("add", (size - 1) * shard.length)
+        total = sum_in_order(parts)
+        packed = encode(total, shard, size)
         for peer in list_peers(channel):
             channel.send(packed, peer, hop + 1)
         for owner, segment in enumerate(segments):
             payload = packed
             if owner != rank:
                 payload = copy_to_device(await channel.recv(owner, hop + 1), tensor.device)
-            compute_copy(channel, decode(payload, segment, size), segment.narrow(tensor))
+            dense = decode(payload, segment, size)
+            channel.charge("copy", segment.length)
+            segment.narrow(tensor).copy_(dense)
         if has_feedback:
-            cost = CodingCost("subtract", "", shard.length)
-            sum_error = channel.compute(
-                cost, lambda: total.sub_(shard.narrow(tensor)).nan_to_num_(0.0, 0.0, 0.0)
-            )
+            channel.charge("subtract", shard.length)
+            sum_error = total.sub_(shard.narrow(tensor)).nan_to_num_(0.0, 0.0, 0.0)
         return tensor, sum_in_order(metadata_by_rank)
 
     def learn(state: CodecState, average: Tensor) -> CodecState:

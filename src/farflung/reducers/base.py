@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from farflung.codecs import CODECS
 from farflung.comm import find_collective
 from farflung.errors import Unsupported
 from farflung.spec import Registry, format_spec
-from farflung.types import Channel, Codec, CodingCost, Contribution, Reducer, ReduceResult, TensorSpec
+from farflung.types import Channel, Codec, Contribution, Reducer, ReduceResult, TensorSpec
 
 __all__ = [
     "build_result",
@@ -44,10 +43,12 @@ def compute_numerator(channel: Channel, contribution: Contribution) -> Tensor:
     """
     tensor = contribution.tensor
     if tensor.dtype == torch.float16:
-        return channel.compute(
-            CodingCost("copy", "", tensor.numel()), lambda: tensor.float().mul_(contribution.weight)
-        )
-    return tensor if contribution.weight == 1.0 else _scale(channel, tensor.mul_, tensor, contribution.weight)
+        channel.charge("copy", tensor.numel())
+        return tensor.float().mul_(contribution.weight)
+    if contribution.weight == 1.0:
+        return tensor
+    channel.charge("scale", tensor.numel())
+    return tensor.mul_(contribution.weight)
 
 
 def pack_metadata(contribution: Contribution) -> Tensor:
@@ -63,7 +64,10 @@ def get_divisor(metadata: Tensor) -> float:
 def compute_mean(channel: Channel, total: Tensor, metadata: Tensor) -> Tensor:
     """Computes the mean, in the memory of the summed numerators."""
     weight_sum = get_divisor(metadata)
-    return total if weight_sum == 1.0 else _scale(channel, total.div_, total, weight_sum)
+    if weight_sum == 1.0:
+        return total
+    channel.charge("scale", total.numel())
+    return total.div_(weight_sum)
 
 
 def cast_mean(channel: Channel, mean: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,9 +77,8 @@ def cast_mean(channel: Channel, mean: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if mean.dtype == dtype:
         return mean
-    return channel.compute(
-        CodingCost("copy", "", mean.numel()), lambda: clamp_finite(mean, torch.finfo(dtype).max).to(dtype)
-    )
+    channel.charge("copy", mean.numel())
+    return clamp_finite(mean, torch.finfo(dtype).max).to(dtype)
 
 
 def clamp_finite(tensor: Tensor, limit: float) -> Tensor:
@@ -98,10 +101,6 @@ def build_result(
     return ReduceResult(
         mean if dtype is None else cast_mean(channel, mean, dtype), float(metadata[0]), metadata[1:]
     )
-
-
-def _scale(channel: Channel, scale: Callable[[float], Tensor], tensor: Tensor, factor: float) -> Tensor:
-    return channel.compute(CodingCost("scale", "", tensor.numel()), partial(scale, factor))
 
 
 def list_summed_nbytes(reducer: Reducer, specs: Iterable[TensorSpec], size: int) -> list[int]:

@@ -30,8 +30,7 @@ from farflung.reducers.aggregation import (
     strip_feedback,
 )
 from farflung.reducers.base import (
-    cast_mean,
-    compute_mean,
+    build_result,
     compute_numerator,
     format_codec,
     get_divisor,
@@ -43,7 +42,6 @@ from farflung.types import (
     Channel,
     Codec,
     CodecState,
-    CodingCost,
     Contribution,
     Reducer,
     ReduceResult,
@@ -118,31 +116,32 @@ class CodecReducer(Reducer):
         exchange = CodecExchange(
             channel, self.collective, pack_metadata(contribution), step, contribution.tensor.dtype
         )
+        tensor = compute_numerator(channel, contribution)
+        if isinstance(self.codec, Identity):
+            return build_result(channel, *await exchange.sum_dense(tensor), contribution.tensor.dtype)
         state, seeds = self._unwrap_state(slot.state)
-        path = self._start(exchange, self.codec, state, compute_numerator(channel, contribution), seeds)
+        path = self._start(exchange, self.codec, state, tensor, seeds)
         slot.state = self._wrap_state(slot.state, path.state)
         total, metadata = await path.finish()
-        mean = compute_mean(channel, total, metadata)
-        result = ReduceResult(
-            cast_mean(channel, mean, contribution.tensor.dtype), float(metadata[0]), metadata[1:]
-        )
+        result = build_result(channel, total, metadata, contribution.tensor.dtype)
         if self.codec.is_stateless and not self._needs_segment_seeds:
             return result
+        # By now ``total`` is the mean, in the dtype of the numerators.
         average_factor = get_divisor(metadata) / channel.size
 
         def learn(state: CodecState) -> CodecState:
-            average = mean if average_factor == 1.0 else mean * average_factor
+            channel.charge("learn", total.numel(), format_codec(self.codec))
+            average = total if average_factor == 1.0 else total * average_factor
             return self._wrap_state(state, path.update_state(self._unwrap_state(state)[0], average))
 
-        cost = CodingCost("learn", format_codec(self.codec), total.numel())
-        return replace(result, update_state=lambda current: channel.compute(cost, partial(learn, current)))
+        return replace(result, update_state=learn)
 
     def _start(
         self, exchange: CodecExchange, codec: Codec, state: CodecState, tensor: Tensor, seeds: Seeds
     ) -> StartedAggregation:
         if isinstance(codec, RoutedCodec):
             return self._start_routes(exchange, codec, state, tensor, seeds)
-        if isinstance(codec, Identity):
+        if isinstance(codec, Identity):  # of some parameters alone
             return StartedAggregation(state, partial(exchange.sum_dense, tensor))
         path = self._choose_phases(codec, state)
         if path == "two" and exchange.channel.size > 1:

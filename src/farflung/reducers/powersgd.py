@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -29,7 +28,6 @@ from farflung.reducers.base import (
 from farflung.types import (
     Channel,
     CodecState,
-    CodingCost,
     Contribution,
     ParameterSpan,
     Reducer,
@@ -142,55 +140,42 @@ class PowerSGD(Reducer):
         tensor = compute_numerator(channel, contribution)
         if step < (self.dense_steps or 0):
             return build_result(channel, *await exchange.sum_dense(tensor), contribution.tensor.dtype)
-        cost = partial(CodingCost, method=self.method, numel=tensor.numel())
-        state, groups = slot.state, slot.state.shared["layout"]["groups"]
+        method, state, layout = self.method, slot.state, slot.state.shared["layout"]
 
-        def project() -> tuple[dict[str, Tensor], list[Tensor]]:
-            """Returns the matrices, and the dense parts followed by P of each shape."""
-            matrices = self._build_matrices(state, tensor)
-            q = {
-                shape: self._prepare_q(state, shape, q, tensor.device, step)
-                for shape, q in state.shared["q"].items()
-            }
-            dense = [tensor[start : start + numel] for start, numel in state.shared["layout"]["dense"]]
-            return matrices, [*dense, *(matrices[shape] @ q[shape] for shape in matrices)]
-
-        matrices, tensors = channel.compute(cost("encode"), project)
+        channel.charge("encode", tensor.numel(), method)
+        matrices = self._build_matrices(state, tensor)
+        dense_parts = [tensor[start : start + numel] for start, numel in layout["dense"]]
+        local_p = []
+        for shape, matrix in matrices.items():
+            q = self._prepare_q(state, shape, state.shared["q"][shape], tensor.device, step)
+            local_p.append(matrix @ q)
         slot.state = CodecState(state.shared, {"residual": {}})
+        tensors = [*dense_parts, *local_p]
         first, metadata = await exchange.sum(_flatten(tensors, tensor))
         weight_sum = get_divisor(metadata)
 
-        def orthonormalize() -> tuple[list[Tensor], list[Tensor]]:
-            """Writes the means of the dense parts; returns P and this rank's Q of each shape."""
-            sums = _split_like(tensors, first)
-            for part, total in zip(tensors[: len(tensors) - len(matrices)], sums, strict=False):
-                part.copy_(total).div_(weight_sum)
-            p = [_orthonormalize(total) for total in sums[len(tensors) - len(matrices) :]]
-            return p, [m.mT @ left_factor for m, left_factor in zip(matrices.values(), p, strict=True)]
+        channel.charge("orthonormalize", tensor.numel(), method)
+        sums = _split_like(tensors, first)
+        for part, total in zip(dense_parts, sums, strict=False):
+            part.copy_(total).div_(weight_sum)
+        p = [_orthonormalize(total) for total in sums[len(dense_parts) :]]
+        local_q = [matrix.mT @ left for matrix, left in zip(matrices.values(), p, strict=True)]
+        second, _ = await exchange.sum(_flatten(local_q, tensor))
 
-        p, q = channel.compute(cost("orthonormalize"), orthonormalize)
-        second, _ = await exchange.sum(_flatten(q, tensor))
-
-        def restore() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            """Writes the means of the matrices; returns the mean Q and the residual of each shape."""
-            means = {
-                shape: total / weight_sum
-                for shape, total in zip(matrices, _split_like(q, second), strict=True)
-            }
-            residuals = {}
-            for (shape, right_factor), left_factor in zip(means.items(), p, strict=True):
-                mean = left_factor @ right_factor.mT
-                for row, start in zip(mean, groups[shape], strict=True):
-                    tensor[start : start + row.numel()] = row.view(-1)
-                residuals[shape] = (
-                    matrices[shape].sub_(mean, alpha=contribution.weight).nan_to_num_(0.0, 0.0, 0.0)
-                )
-            return means, residuals
-
-        new_q, residuals = channel.compute(cost("decode"), restore)
-        shared_delta: State = {"q": new_q} if self.warm_start else {}
+        channel.charge("decode", tensor.numel(), method)
+        mean_q, residuals = {}, {}
+        for shape, left, total in zip(matrices, p, _split_like(local_q, second), strict=True):
+            mean_q[shape] = total / weight_sum
+            product = left @ mean_q[shape].mT
+            for row, start in zip(product, layout["groups"][shape], strict=True):
+                tensor[start : start + row.numel()] = row.view(-1)
+            residuals[shape] = (
+                matrices[shape].sub_(product, alpha=contribution.weight).nan_to_num_(0.0, 0.0, 0.0)
+            )
+        shared_delta: State = {"q": mean_q} if self.warm_start else {}
 
         def learn(state: CodecState) -> CodecState:
+            channel.charge("learn", tensor.numel(), method)
             residual = state.local["residual"]
             if self.error_feedback:
                 residual = {
@@ -200,13 +185,7 @@ class PowerSGD(Reducer):
             return CodecState({**state.shared, **shared_delta}, {"residual": residual})
 
         mean = cast_mean(channel, tensor, contribution.tensor.dtype)
-        return ReduceResult(
-            mean,
-            float(metadata[0]),
-            metadata[1:],
-            lambda current: channel.compute(cost("learn"), partial(learn, current)),
-            shared_delta=shared_delta,
-        )
+        return ReduceResult(mean, float(metadata[0]), metadata[1:], learn, shared_delta=shared_delta)
 
     def _plan_layout(self, spec: TensorSpec) -> tuple[list[list[int]], dict[str, list[int]]]:
         """Returns start and length of the dense parts, and the starts of the matrices of each shape."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from farflung.codecs.base import check_floating
@@ -31,7 +29,6 @@ from farflung.reducers.base import (
 from farflung.types import (
     Channel,
     CodecState,
-    CodingCost,
     Contribution,
     Payload,
     Reducer,
@@ -112,31 +109,25 @@ class SharedScaleQSGD(Reducer):
         width = self._compute_width(channel.size)
         exchange = CodecExchange(channel, self.collective, pack_metadata(contribution), step)
         tensor, seed = compute_numerator(channel, contribution), slot.state.local["seed"]
-        cost = partial(CodingCost, method=self.method, numel=tensor.numel())
-        norms = channel.compute(cost("scales"), lambda: compute_bucket_norms(tensor, self.bucket_size, "max"))
+        method = self.method
+        channel.charge("scales", tensor.numel(), method)
+        norms = compute_bucket_norms(tensor, self.bucket_size, "max")
         hop, scales = channel.reserve_hops(1), norms
         for peer in list_peers(channel):
             channel.send(Payload((norms,)), peer, hop)
         for peer in list_peers(channel):  # NaN if any replica has one
             received = await channel.recv(peer, hop, (TensorSpec.from_tensor(norms),))
             (peer_norms,) = copy_to_device(received, norms.device).iter_tensors()
-            scales = channel.compute(
-                CodingCost("add", "", norms.numel()), partial(torch.maximum, scales, peer_norms)
-            )
-
-        def encode() -> Tensor:
-            noise = create_device_generator(tensor.device, seed, step)
-            return pack_fields(to_level_codes(tensor, scales, levels, self.bucket_size, noise), width)
-
-        words, metadata = await exchange.sum(channel.compute(cost("encode"), encode))
-
-        def decode() -> Tensor:
-            sums = unpack_fields(words, width, tensor.numel())
-            return from_level_codes(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
-
-        return build_result(
-            channel, channel.compute(cost("decode"), decode), metadata, contribution.tensor.dtype
-        )
+            channel.charge("add", norms.numel())
+            scales = torch.maximum(scales, peer_norms)
+        channel.charge("encode", tensor.numel(), method)
+        noise = create_device_generator(tensor.device, seed, step)
+        words = pack_fields(to_level_codes(tensor, scales, levels, self.bucket_size, noise), width)
+        words, metadata = await exchange.sum(words)
+        channel.charge("decode", tensor.numel(), method)
+        sums = unpack_fields(words, width, tensor.numel())
+        total = from_level_codes(sums, scales, levels, self.bucket_size, tensor.dtype, channel.size)
+        return build_result(channel, total, metadata, contribution.tensor.dtype)
 
     def _compute_width(self, size: int) -> int:
         """Returns the bits of a field that holds the sum of ``size`` replicas' levels."""

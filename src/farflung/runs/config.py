@@ -27,6 +27,8 @@ from farflung.types.data import Partition
 
 # Commands read their options from these classes, so modules that import torch are imported lazily.
 if TYPE_CHECKING:
+    import torch
+
     from farflung.data import Share
     from farflung.decisions import DecisionLog
     from farflung.runs.folder import RunFolder
@@ -397,6 +399,7 @@ class RunConfig:
           BadInput: The checkpoint does not fit.
         """
         from farflung.loop import check_model, check_optimizer_kind, check_share
+        from farflung.runs.replicas import find_recipe_changes
         from farflung.seeding import create_generator
 
         shares = self.make_shares()
@@ -410,10 +413,45 @@ class RunConfig:
             if rank == 0:
                 model = self.task.build_model(create_generator(self.seed, "model"))
                 check_model(shared_state, model, location)
-                check_optimizer_kind(local_state, self.training.make_optimizer(model.parameters()), location)
+                optimizer = self.training.make_optimizer(model.parameters())
+                check_optimizer_kind(local_state, optimizer, location)
+                self._check_recipe_change(find_recipe_changes(shared_state, self.recipe), optimizer, location)
             check_share(local_state, None if shares is None else shares[rank], location)
             if step >= self.steps:
                 raise ConfigError(f"--steps {self.steps}: the run in {folder.path} has done {step} already")
+
+    def _check_recipe_change(
+        self, changes: Mapping[str, Json], optimizer: torch.optim.Optimizer, location: str
+    ) -> None:
+        """Checks that a run can continue with another recipe, given the checkpoint's differing components.
+
+        Raises:
+          CheckpointError: It cannot.
+        """
+        from farflung.moments import check_averageable
+
+        if not changes:
+            return
+        resumes = "resume with the recipe that it was made with"
+        for family, text in changes.items():
+            if family in ("stream", "sharing"):
+                raise CheckpointError(
+                    f"{location}: its {family} is {text}, and samples in use stay there: {resumes}"
+                )
+            if "<" in str(text):
+                raise CheckpointError(
+                    f"{location}: its {family} is {text}, which only its own script makes: {resumes}"
+                )
+        old = self.recipe.with_components(**changes).build_components(self.seed)
+        if old.sharing.has_data_transfers:
+            raise CheckpointError(
+                f"{location}: replicas share samples (--sharing {self.recipe.sharing}): {resumes}"
+            )
+        if self.elastic:
+            raise CheckpointError(f"{location}: a run with --elastic cannot change its recipe: {resumes}")
+        if not old.schedule.is_gradient_only:
+            with prefix_errors(location):
+                check_averageable(optimizer, resumes)
 
     def to_json(self) -> dict[str, Json]:
         """Returns all settings by name, for the run's folder and comparison of ranks; objects as text."""

@@ -34,7 +34,7 @@ from farflung.network import find_network
 from farflung.runs.config import RunConfig, RunOptions
 from farflung.runs.folder import RunFolder
 from farflung.runs.preparing import PreparedRun, name_run_folder
-from farflung.runs.replicas import make_replica, resolve_run_collective
+from farflung.runs.replicas import make_replica, resolve_run_collective, resume_replica
 from farflung.runs.result import Run
 from farflung.runs.simulation import limit_threads, run_replica
 from farflung.runs.stopping import handle_stop_signals
@@ -179,9 +179,9 @@ def train_replica(
                 make_replica,
                 runtime,
                 config.task,
-                config.recipe,
-                config.training,
-                telemetry,
+                recipe=config.recipe,
+                training=config.training,
+                telemetry=telemetry,
                 shares=config.make_shares(),
                 checkpoints=checkpoints,
                 should_stop=stop_requested.is_set,
@@ -201,7 +201,7 @@ def train_replica(
                 if size < comm.size:  # later joiners are not present yet
                     runtime.comm = cast("WallCommunicator", Subgroup(comm, range(size)))
                 collective = resolve_run_collective(settle, config.recipe, replica, start)
-                runtime.comm = comm
+                comm.auto_collectives, runtime.comm = runtime.comm.auto_collectives, comm
             if config.elastic:
                 can_grow = config.max_ranks > config.workers
                 takes = JoinTerms(config.to_json(), config.max_ranks, publish) if can_grow else None
@@ -220,9 +220,10 @@ def train_replica(
                 )
                 if leave_requested.is_set():  # before the run existed
                     elastic.leave()
+            predecessor = None
             if files.is_resumed and guest is None:
-                replica.resume(start)
-            result, state = runtime.run(run_replica(replica, make))
+                predecessor = resume_replica(replica, start, config.recipe, make)
+            result, state = runtime.run(run_replica(replica, make, predecessor))
             summary = {
                 **result.to_json(),
                 "collective": collective,
@@ -238,8 +239,8 @@ def train_replica(
             runtime.close(error)
             raise
         finally:
-            if runtime.session.refusals:
-                telemetry.emit("refused", t=runtime.read_clock(), **runtime.session.refusals)
+            if refused := runtime.session.transport.refusals.to_json():
+                telemetry.emit("refused", t=runtime.read_clock(), **refused)
         runtime.close()
         if refusals := count_refusals(read_events(files.get_telemetry_path(rank))):
             summary["refused"] = dict(refusals)

@@ -13,9 +13,9 @@ from farflung.loop import Checkpoints, Replica
 from farflung.recipes import Recipe
 from farflung.reducers import list_summed_nbytes
 from farflung.telemetry import Telemetry
-from farflung.types import Runtime, SampleIds, Workload
+from farflung.types import Json, Runtime, SampleIds, State, Workload
 
-__all__ = ["make_replica", "resolve_run_collective"]
+__all__ = ["find_recipe_changes", "make_replica", "resolve_run_collective", "resume_replica"]
 
 
 def make_replica(
@@ -86,3 +86,40 @@ def resolve_run_collective(
     reducer = recipe.build_components(replica.training.seed).reducer
     nbytes = list_summed_nbytes(reducer, replica.bucket_specs, replica.runtime.comm.size)
     return resolve(recipe.collective, nbytes, step=step)
+
+
+def resume_replica(
+    replica: Replica, step: int, recipe: Recipe, make: Callable[..., Replica]
+) -> Replica | None:
+    """Resumes a replica from the checkpoint of ``step``.
+
+    Args:
+      replica: Replica of the run, before its first step.
+      step: Number of completed steps.
+      recipe: Recipe of the run.
+      make: Creates a replica of the same rank with keyword ``recipe``.
+
+    Returns:
+      Resumed replica with the recipe of the checkpoint if that is another, for :meth:`farflung.loop.Replica.take_over`.
+
+    Raises:
+      CheckpointError: The checkpoint is damaged, or belongs to another model or share of the data.
+    """
+    assert replica.checkpoints is not None
+    changes = find_recipe_changes(replica.checkpoints.load(step)[0], recipe)
+    if not changes:
+        replica.resume(step)
+        return None
+    predecessor = make(recipe=recipe.with_components(**changes))
+    predecessor.resume(step)
+    return predecessor
+
+
+def find_recipe_changes(shared_state: State, recipe: Recipe) -> dict[str, Json]:
+    """Finds the components in a checkpoint's shared tree that differ from a recipe and have a state in training."""
+    stored = shared_state["recipe"]
+    return {
+        name: stored[name]
+        for name, value in recipe.settings.items()
+        if name not in ("collective", "scaling") and stored[name] != value
+    }

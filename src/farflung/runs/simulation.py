@@ -29,7 +29,7 @@ from farflung.runs.bottleneck import find_bottleneck
 from farflung.runs.config import RunConfig, RunOptions, SimulatedConfig
 from farflung.runs.folder import RunFolder, TempFolder
 from farflung.runs.preparing import PreparedRun, prepare_run
-from farflung.runs.replicas import make_replica, resolve_run_collective
+from farflung.runs.replicas import make_replica, resolve_run_collective, resume_replica
 from farflung.runs.result import Run
 from farflung.sim import (
     RecordedReplica,
@@ -170,10 +170,10 @@ def _create_world(
     world = config.make_world(decisions)
     shares = config.make_shares()
 
-    def make(rank: int, *sinks: Sink, **options: Any) -> Replica:
+    def make(rank: int, *sinks: Sink, recipe: Recipe = config.recipe, **options: Any) -> Replica:
         telemetry = Telemetry(rank, *sinks, world.injector, decisions.write)
-        task, recipe, training = config.task, config.recipe, config.training
-        return make_replica(world.runtimes[rank], task, recipe, training, telemetry, shares=shares, **options)
+        runtime, task, training = world.runtimes[rank], config.task, config.training
+        return make_replica(runtime, task, recipe, training, telemetry, shares=shares, **options)
 
     with ExitStack() as stack:
         stack.callback(decisions.write)
@@ -200,7 +200,7 @@ def _run_simulation(
         _create_world(run) as (world, event_files, make),
         TrafficRecorder(files.traffic_path, config.max_ranks) as recorder,
     ):
-        factories: list[Callable[[], Replica]] = []
+        factories: list[Callable[..., Replica]] = []
         for rank, file in enumerate(event_files):
             checkpoints = files.get_checkpoints(
                 rank, config.workers, is_leader=rank == 0, allows_any_size=bool(config.elastic)
@@ -233,14 +233,18 @@ def _run_simulation(
                 members=range(config.workers),
             )
         collective = resolve_run_collective(world.resolve_collective, config.recipe, replicas[0], start)
-        for replica in replicas if files.is_resumed else ():
-            replica.resume(start)
-        if not config.make_faults().faults:
+        predecessors: list[Replica | None] = [None] * len(replicas)
+        if files.is_resumed:
+            predecessors = [
+                resume_replica(replica, start, config.recipe, create)
+                for replica, create in zip(replicas, factories, strict=True)
+            ]
+        if not config.make_faults().faults and predecessors[0] is None:
             share_parameters(replicas)
         _warn_if_slow(world, config.recipe, replicas[0])
         with limit_to_one_thread():
             summary, model = world.run(
-                [run_replica(*pair) for pair in zip(replicas, factories, strict=True)]
+                [run_replica(*each) for each in zip(replicas, factories, predecessors, strict=True)]
             )[0]
     save_tree(files.model_path, model)
     return _finish_run(run, {**summary.to_json(), "collective": collective}, world)
@@ -265,14 +269,19 @@ def _warn_if_slow(world: VirtualWorld, recipe: Recipe, replica: Replica) -> None
 
 
 async def run_replica(
-    replica: Replica, build_successor: Callable[[], Replica] | None = None
+    replica: Replica,
+    build_successor: Callable[[], Replica] | None = None,
+    predecessor: Replica | None = None,
 ) -> tuple[Summary, State]:
     """Runs a replica, and its successors after suspensions, to the end; returns summary and trained model.
 
     Args:
       replica: Replica to run.
       build_successor: Function that creates another replica, which continues after a suspension.
+      predecessor: Resumed replica with another recipe, which this one takes over from.
     """
+    if predecessor is not None:
+        await replica.take_over(predecessor)
     while True:
         try:
             result = await replica.run(), await replica.get_consensus_state()

@@ -8,7 +8,6 @@ from functools import partial
 from farflung.comm.framing import MAX_PIECE_NBYTES
 from farflung.devices import CodingRates
 from farflung.tasks import Pending, create_completed
-from farflung.types import CodingCost
 
 __all__ = ["VirtualCodingProcessor"]
 
@@ -56,11 +55,11 @@ class VirtualCodingProcessor:
         self.uncharged_methods: dict[str, None] = {}
         """Methods without a rate for some of their work, in the order of requests."""
 
-    def charge(self, cost: CodingCost) -> None:
+    def charge(self, operation: str, numel: int, method: str) -> None:
         """Enqueues a piece of coding after all earlier work."""
-        if (cost.operation, cost.method) not in self._rates.operations:
-            self.uncharged_methods[cost.method] = None
-        self._enqueue_work(self._rates.compute_seconds(cost))
+        if (operation, method) not in self._rates.operations:
+            self.uncharged_methods[method] = None
+        self._enqueue_work(self._rates.compute_seconds(operation, numel, method))
 
     def wait_idle(self) -> Pending[None]:
         """Waits until all work requested so far is done."""

@@ -306,7 +306,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
                 self.error = next(iter(self.rank_errors.values()), error)
             return
         for rank in alive:
-            wait, detector = self._network.mailboxes[rank].get_oldest_wait(), self._detectors[rank]
+            wait, detector = self._network.mailboxes[rank].waits.get_oldest(), self._detectors[rank]
             if self._is_silent(rank):
                 continue
             if wait is None:
@@ -322,7 +322,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
                     failed_rank, wait.description, time_s - wait.start_s, reason=reason
                 )
                 if self._membership is not None:
-                    self._network.mailboxes[rank].fail(wait, deadline_error)
+                    self._network.mailboxes[rank].waits.fail(wait, deadline_error)
                     self._is_check_scheduled = True
                     self._clock.call_soon(self._check_deadlines)
                 else:
@@ -350,7 +350,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
                 continue
             if self._membership is not None and not self._membership.can_send(rank, peer):
                 continue
-            wait = self._network.mailboxes[peer].get_any_wait()
+            wait = self._network.mailboxes[peer].waits.get_any()
             blocked_on = None if wait is None else wait.src
             peers_of_peer = [target for target in range(self.size) if target != peer]
             body: dict[str, Json] = {

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from farflung.comm import BaseCommunicator
 from farflung.comm.channel import get_exchange_kind
-from farflung.comm.collectives import find_collective
 from farflung.comm.collectives.segments import cut_segments, sum_in_order
 from farflung.comm.mailbox import Mailbox
 from farflung.errors import PeerLost, Unsupported
@@ -70,8 +69,8 @@ class VirtualNetwork:
     ) -> None:
         profile = NetworkProfile.create_uniform(network) if isinstance(network, Link) else network
         self.profile = profile.with_nodes(size)
-        self.mailboxes = [Mailbox() for _ in range(size)] if mailboxes is None else mailboxes
         self._clock = clock
+        self.mailboxes = [self.create_mailbox() for _ in range(size)] if mailboxes is None else mailboxes
         self.pauses: Pauses | None = None
         """Links that are cut; ``None`` in a world without faults."""
         self.membership: Membership | None = None
@@ -91,6 +90,10 @@ class VirtualNetwork:
     def set_coding_processors(self, processors: Sequence[VirtualCodingProcessor | None]) -> None:
         """Sets the coding processors that later exchanges are charged to."""
         self.coding_processors, self._is_charged = processors, any(processors)
+
+    def create_mailbox(self) -> Mailbox:
+        """Creates a mailbox on the virtual clock."""
+        return Mailbox(self._clock.time, call_at=self._clock.call_at)
 
     def create_communicator(self, rank: int) -> VirtualCommunicator:
         """Creates a communicator of one rank, with counts of its own."""
@@ -196,18 +199,9 @@ class VirtualNetwork:
         """Returns the bytes that have left one rank for another so far."""
         return self._flows.get_sent_nbytes(src, dst)
 
-    def read_clock(self) -> float:
-        return self._clock.time()
-
-    def schedule_deadline(self, rank: int, deadline_s: float | None) -> None:
-        """Schedules the failure of a wait that begins now at a rank, if it has a deadline of its own."""
-        if deadline_s is not None and deadline_s < math.inf:
-            due_s = self._clock.time() + deadline_s
-            self._clock.call_at(due_s, lambda: self.mailboxes[rank].fail_due(due_s))
-
     def describe_wait(self, rank: int) -> str | None:
         """Describes the sender and the message that a rank waits for; ``None``: it does not wait."""
-        wait = self.mailboxes[rank].get_any_wait()
+        wait = self.mailboxes[rank].waits.get_any()
         if wait is None:
             return None
         return f"{'any rank' if wait.src is None else f'rank {wait.src}'} ({wait.description})"
@@ -229,11 +223,6 @@ class VirtualCommunicator(BaseCommunicator):
         self.sent_bytes.add(get_exchange_kind(tag.exchange), payload.nbytes, dst)
         return self._network.send(self.rank, dst, tag, payload, priority)
 
-    @override
-    def _begin_wait(self, deadline_s: float | None) -> float:
-        self._network.schedule_deadline(self.rank, deadline_s)
-        return self._network.read_clock()
-
     def reconnect(self, rank: int, relay: int | None = None) -> Pending[None]:
         assert self._network.membership is not None
         return self._network.membership.reconnect(self.rank, rank, relay)
@@ -250,7 +239,7 @@ class VirtualCommunicator(BaseCommunicator):
     @override
     def get_collective(self, name: str) -> AllReduce:
         sums = self._network.untimed_all_reduce
-        return sums.sum_direct if sums is not None and name == "direct" else find_collective(name).run
+        return sums.sum_direct if sums is not None and name == "direct" else super().get_collective(name)
 
     def all_reduce(self, tensor: Tensor, tag: Tag) -> Pending[Tensor]:
         """Returns a failed completion, since virtual time has no backend."""

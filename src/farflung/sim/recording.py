@@ -19,7 +19,6 @@ from farflung.types import (
     AllReduce,
     Channel,
     CodecState,
-    CodingCost,
     Contribution,
     Json,
     Payload,
@@ -215,9 +214,9 @@ class _RecordingChannel:
             self._ops.append(("hops", count))
         return self._channel.reserve_hops(count)
 
-    def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
-        self._ops.append(("compute", *cost))
-        return self._channel.compute(cost, fn)
+    def charge(self, operation: str, numel: int, method: str = "") -> None:
+        self._ops.append(("compute", operation, method, numel))
+        self._channel.charge(operation, numel, method)
 
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
         self._ops.append(("send", dst, hop, payload.nbytes))

@@ -23,7 +23,6 @@ from farflung.types import (
     Batch,
     Channel,
     CodecState,
-    CodingCost,
     Contribution,
     Dataset,
     Json,
@@ -176,7 +175,7 @@ async def _replay_op(op: Op, channel: Channel) -> None:
             channel, _create_stub_tensor(str(dtype), int(numel)), _create_stub_tensor("float64", int(side))
         )
     elif kind == "compute":
-        _charge_compute(op, channel)
+        _charge(op, channel)
     elif kind == "hops":
         channel.reserve_hops(int(fields[0]))
     elif kind == "send":
@@ -187,15 +186,15 @@ async def _replay_op(op: Op, channel: Channel) -> None:
         await channel.recv(src, hop)
 
 
-def _charge_compute(op: Op, channel: Channel) -> None:
+def _charge(op: Op, channel: Channel) -> None:
     _, operation, method, numel = op
-    channel.compute(CodingCost(str(operation), str(method), int(numel)), lambda: None)
+    channel.charge(str(operation), int(numel), str(method))
 
 
 def _replay_update(channel: Channel, ops: Sequence[Op], states: S) -> S:
     """Replays the computations of an update, and returns the states unchanged."""
     for op in ops:
-        _charge_compute(op, channel)
+        _charge(op, channel)
     return states
 
 

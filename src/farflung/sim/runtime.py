@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from farflung import tasks
-from farflung.comm import AUTO, Mailbox, find_collective
+from farflung.comm import AUTO, find_collective
 from farflung.decisions import (
     COLLECTIVE,
     DecisionLog,
@@ -189,7 +189,7 @@ class VirtualWorld:
 
     def _replace_runtime(self, rank: int) -> VirtualRuntime:
         """Replaces runtime and mailbox of a rank that is admitted again; earlier messages do not reach it."""
-        self.network.mailboxes[rank] = Mailbox()
+        self.network.mailboxes[rank] = self.network.create_mailbox()
         runtime = self.runtimes[rank] = VirtualRuntime(self, rank, self.runtimes[rank].device)
         self.network.set_coding_processors([member.coding_processor for member in self.runtimes])
         return runtime

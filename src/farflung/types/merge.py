@@ -31,8 +31,8 @@ class MergeBucket(Protocol):
     parameters: list[nn.Parameter]
     optimizer: torch.optim.Optimizer | None
 
-    def copy_weights(self) -> Tensor:
-        """Returns a flat copy of the parameters."""
+    def copy_weights(self, out: Tensor | None = None) -> Tensor:
+        """Returns a flat copy of the parameters, in ``out`` if it is given."""
         ...
 
     def load_weights(self, flat: Tensor) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
+from typing_extensions import override
+
 from farflung.tasks import Pending
 from farflung.types.tensors import Counts, Json, Payload, Segment, SentBytes, TensorSpec
 
@@ -18,7 +20,6 @@ __all__ = [
     "AllReduce",
     "Change",
     "Channel",
-    "CodingCost",
     "CodingProcessor",
     "Communicator",
     "Cost",
@@ -47,7 +48,7 @@ class SegmentCoding(Protocol):
 
     @property
     def method(self) -> str:
-        """Name of the encoding in its costs; see :class:`CodingCost`."""
+        """Name of the encoding for charges; see :meth:`Channel.charge`."""
         ...
 
     def encode(self, tensor: Tensor, segment: Segment, count: int) -> Payload:
@@ -76,28 +77,14 @@ class AllReduce(Protocol):
         ...
 
 
-class CodingCost(NamedTuple):
-    """Arithmetic of an exchange, for which virtual time charges.
-
-    Args:
-      operation: Operation, for example ``"encode"``, ``"decode"``, ``"add"`` or ``"learn"``.
-      method: Codec or reducer as written in recipes; empty for plain additions.
-      numel: Number of elements of the dense tensor.
-    """
-
-    operation: str
-    method: str
-    numel: int
-
-
 class CodingProcessor(Protocol):
     """Processor of a modelled device that runs the arithmetic of exchanges in sequence.
 
     On the wall clock this is the communication thread.
     """
 
-    def charge(self, cost: CodingCost) -> None:
-        """Queues an operation behind those charged before."""
+    def charge(self, operation: str, numel: int, method: str) -> None:
+        """Queues an operation behind those charged before; see :meth:`Channel.charge`."""
         ...
 
     def wait_idle(self) -> Pending[None]:
@@ -108,10 +95,6 @@ class CodingProcessor(Protocol):
 class Group(Protocol):
     """Ranks that exchange, with messages between two and sums over all; calls return immediately."""
 
-    auto_collectives: Mapping[int, str]
-    """Collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks and resolved when a run is
-    created. Tensors of other sizes use a rule by size.
-    """
     sent_bytes: SentBytes
     """Bytes that this replica has sent. :meth:`send` counts tensors; bytes sent by other means are added by
     :meth:`Channel.count_sent`.
@@ -142,14 +125,7 @@ class Group(Protocol):
         """
         ...
 
-    def recv(
-        self,
-        src: int,
-        tag: Tag,
-        expect: tuple[TensorSpec, ...] | None = None,
-        *,
-        deadline_s: float | None = None,
-    ) -> Pending[Payload]:
+    def recv(self, src: int, tag: Tag, expect: tuple[TensorSpec, ...] | None = None) -> Pending[Payload]:
         """Receives the message with this tag from ``src``; its tensors are read-only.
 
         Args:
@@ -157,8 +133,6 @@ class Group(Protocol):
           tag: Tag of the message.
           expect: Specs of its tensors; others fail the wait with :class:`farflung.errors.ProtocolError`. ``None``
             allows any up to the communicator's bound.
-          deadline_s: Seconds until this wait alone fails with :class:`farflung.errors.DeadlinePassed`; ``math.inf``
-            never fails. ``None`` uses the run's deadline, which ends the view.
         """
         ...
 
@@ -186,6 +160,31 @@ class Group(Protocol):
 
 class Communicator(Group, Protocol):
     """Group of one membership view, with joins, leaves and reconnections of its members."""
+
+    auto_collectives: Mapping[int, str]
+    """Collective that ``auto`` stands for by the bytes of a tensor, equal on all ranks and resolved when a run is
+    created. Tensors of other sizes use a rule by size.
+    """
+
+    @override
+    def recv(
+        self,
+        src: int,
+        tag: Tag,
+        expect: tuple[TensorSpec, ...] | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> Pending[Payload]:
+        """Receives as :meth:`Group.recv`.
+
+        Args:
+          src: Sending rank.
+          tag: Tag of the message.
+          expect: Specs of its tensors.
+          deadline_s: Seconds until this wait alone fails with :class:`farflung.errors.DeadlinePassed`; ``math.inf``
+            never fails. ``None`` uses the run's deadline, which ends the view.
+        """
+        ...
 
     def recv_any(
         self, tag: Tag, expect: tuple[TensorSpec, ...] | None = None, *, deadline_s: float | None = None
@@ -316,11 +315,6 @@ class Channel(Protocol):
     def size(self) -> int: ...
 
     @property
-    def auto_collectives(self) -> Mapping[int, str]:
-        """See :attr:`Communicator.auto_collectives`."""
-        ...
-
-    @property
     def sent_nbytes(self) -> int: ...
 
     def count_sent(self, nbytes: Counts) -> None:
@@ -335,11 +329,16 @@ class Channel(Protocol):
         """Reserves ``count`` consecutive hops for one collective or round; returns the first."""
         ...
 
-    def compute(self, cost: CodingCost, fn: Callable[[], T]) -> T:
-        """Runs ``fn`` immediately, on the wall clock and in virtual time, which charges the modelled seconds.
+    def charge(self, operation: str, numel: int, method: str = "") -> None:
+        """Charges a modelled device for the arithmetic that follows; does nothing on the wall clock.
 
         Messages sent afterwards leave when the seconds charged so far have passed. The end of an exchange awaits
         :meth:`wait_computed`.
+
+        Args:
+          operation: Operation, for example ``"encode"``, ``"decode"``, ``"add"`` or ``"learn"``.
+          numel: Number of elements of the dense tensor.
+          method: Codec or reducer as written in recipes; empty for plain additions and copies.
         """
         ...
 

@@ -42,7 +42,7 @@ class CommunicationThread(threading.Thread):
         self._total_cpu_s: float | None = None
         self._wakeup_send, self._wakeup_recv = socket.socketpair()
         self._wakeup_recv.setblocking(False)
-        session.transport.watch(self._wakeup_recv.fileno(), self._drain_wakeup)
+        session.transport.loop.watch(self._wakeup_recv.fileno(), readable=self._drain_wakeup)
 
     @property
     def cpu_s(self) -> float:
@@ -60,7 +60,7 @@ class CommunicationThread(threading.Thread):
 
     def call_at(self, t: float, fn: Callable[[], None]) -> None:
         """Calls ``fn`` when the clock reaches ``t``; usable from this thread only."""
-        self._session.transport.call_later(t - self._read_clock(), fn)
+        self._session.transport.loop.call_later(t - self._read_clock(), fn)
 
     def launch(self, coroutine: Coroutine[Pending[Any], None, T]) -> Pending[T]:
         """Runs a coroutine here; usable from any thread. It fails if this thread has ended or ends before."""
@@ -89,12 +89,20 @@ class CommunicationThread(threading.Thread):
         """Runs the loop; an error in it fails everything that waits."""
         try:
             while not self._is_stopping:
-                self._run_once()
+                while self._ready:
+                    self._ready.popleft()()
+                check_s = self._session.wait_monitor.check(self._deadline_s)
+                self._is_sleeping = True
+                # A callback queued before `_is_sleeping` was set has sent no wakeup: check again.
+                is_due = self._ready or self._is_stopping
+                remaining_s = None if check_s is None else max(0.0, check_s - self._read_clock())
+                self._session.transport.poll(0.0 if is_due else remaining_s)
+                self._is_sleeping = False
         except BaseException as error:
             failure = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail_tasks(failure)
-            self._session.end(failure)
+            self._session.mailbox.end(failure)
         finally:
             self._is_sleeping = False
             self._fail_tasks(RunLost(_LEFT_MESSAGE))
@@ -106,17 +114,6 @@ class CommunicationThread(threading.Thread):
         self._end_error = self._end_error or error
         for task in list(self._tasks):
             task.set_exception(self._end_error)
-
-    def _run_once(self) -> None:
-        while self._ready:
-            self._ready.popleft()()
-        look_again = self._session.wait_monitor.check(self._deadline_s)
-        self._is_sleeping = True
-        # A callback queued before `_is_sleeping` was set has sent no wakeup: check again.
-        is_due = self._ready or self._is_stopping
-        left_s = None if look_again is None else max(0.0, look_again - self._read_clock())
-        self._session.transport.poll(0.0 if is_due else left_s)
-        self._is_sleeping = False
 
     def _drain_wakeup(self) -> None:
         self._wakeup_recv.recv(4096)

@@ -1,28 +1,132 @@
-"""Measurement of the network between the replicas of a run, by a few small messages over the run's own connections."""
+"""Measurements of the network between replicas, by messages over the run's own connections."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from farflung.comm import Purpose
-from farflung.network import Link, NetworkProfile, Site, SiteLink
+from farflung.engine.averaging import barrier
+from farflung.network import Link, Medium, NetworkProfile, Site, SiteLink
 from farflung.types import Communicator, Payload, Runtime, Tag
 
-__all__ = ["measure_network"]
+__all__ = ["LinkMeasurement", "NetworkMeasurement", "measure_network", "probe_network"]
 
-PINGS = 4
-"""Number of round trips of one byte to each peer; the shortest counts."""
 FIRST_NBYTES, GROWTH = 1 << 12, 4
 """Size of the first message that is timed for bandwidth, and growth factor of later ones."""
 MAX_NBYTES = 1 << 22
-"""Maximum bytes that one replica sends in its longest messages to all peers together."""
-MIN_EXTRA_S = 0.02
-"""Minimum time of a message beyond that of a byte, for a sufficient estimate of bandwidth."""
+"""Maximum bytes that one replica sends in its longest messages to all peers together, before a run."""
+MIN_EXTRA_S, TARGET_S = 0.02, 0.05
+"""Time of a message beyond that of a byte which tells a bandwidth, and that of messages to measure it by."""
+SHARED_BELOW = 0.8
+"""Share of the sum of single rates below which flows that run at once are limited by something shared."""
 _PROBE, _ECHO, _RESULT = range(3)
 _BYTE = torch.zeros(1, dtype=torch.uint8)
+_Flow = tuple[int, int]
+"""Sending and receiving rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """Number and size of a measurement's messages; the figures are our choice.
+
+    Args:
+      pings: Round trips of one byte; the shortest counts.
+      max_nbytes: Maximum bytes of the growing messages of one replica to all peers.
+      repeats: Comparisons of a message of :data:`TARGET_S` with one of three times its size; 0 to compare the longest
+        growing message with a byte instead, which counts a connection's slow start.
+    """
+
+    pings: int
+    max_nbytes: int = MAX_NBYTES
+    repeats: int = 0
+
+
+_BEFORE_RUN = _Effort(pings=4)
+_ALONE = _Effort(pings=6, max_nbytes=1 << 26, repeats=3)
+_AT_ONCE = _Effort(pings=1, max_nbytes=1 << 26, repeats=3)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasurement:
+    """Measurement of the link from one replica to another.
+
+    Args:
+      latency_s: Half the shortest round trip of one byte.
+      median_latency_s: Half the median round trip.
+      bandwidth_bps: Median of the measured bandwidths, in bits per second.
+      low_bps: Smallest of them.
+      high_bps: Largest of them.
+    """
+
+    latency_s: float
+    median_latency_s: float
+    bandwidth_bps: float
+    low_bps: float
+    high_bps: float
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkMeasurement:
+    """Measurement of all links, alone and at once.
+
+    Args:
+      links: Links by sending and receiving rank, each measured while no other flow had one of its ends.
+      up_bps: Sum of the bandwidths of each rank's links while it alone sends on all of them.
+      down_bps: Sum of the bandwidths of the links to each rank while it alone receives on all of them.
+      total_bps: Sum of all bandwidths while all ranks send to all others.
+    """
+
+    links: dict[_Flow, LinkMeasurement]
+    up_bps: tuple[float, ...]
+    down_bps: tuple[float, ...]
+    total_bps: float
+
+    def build_profile(self, name: str, names: list[str]) -> NetworkProfile:
+        """Builds a profile with a site for each rank.
+
+        A rank's links share a capacity if they are slower at once than alone, by more than :data:`SHARED_BELOW`. If all
+        links at once are slower than these capacities allow, all sites share a medium.
+        """
+        ranks = range(len(names))
+        up_bps, down_bps = (
+            [
+                measured if measured < SHARED_BELOW * alone else math.inf
+                for measured, alone in zip(all_measured, all_alone, strict=True)
+            ]
+            for all_measured, all_alone in (
+                (self.up_bps, [self._sum_alone(src=rank) for rank in ranks]),
+                (self.down_bps, [self._sum_alone(dst=rank) for rank in ranks]),
+            )
+        )
+        possible_bps = min(
+            sum(min(up_bps[rank], self._sum_alone(src=rank)) for rank in ranks),
+            sum(min(down_bps[rank], self._sum_alone(dst=rank)) for rank in ranks),
+        )
+        has_medium = self.total_bps < SHARED_BELOW * possible_bps
+        medium = "shared by all" if has_medium else None
+        return NetworkProfile(
+            name,
+            tuple(
+                Site(site, 1, up_bps=up_bps[rank], down_bps=down_bps[rank], medium=medium)
+                for rank, site in enumerate(names)
+            ),
+            tuple(
+                SiteLink(names[src], names[dst], Link(link.latency_s, link.bandwidth_bps))
+                for (src, dst), link in self.links.items()
+            ),
+            media=(Medium("shared by all", self.total_bps),) if has_medium else (),
+        )
+
+    def _sum_alone(self, *, src: int | None = None, dst: int | None = None) -> float:
+        return sum(
+            link.bandwidth_bps for ends, link in self.links.items() if ends[0] == src or ends[1] == dst
+        )
 
 
 async def measure_network(runtime: Runtime) -> NetworkProfile | None:
@@ -31,7 +135,7 @@ async def measure_network(runtime: Runtime) -> NetworkProfile | None:
     All replicas measure at once, so the bandwidth of each pair includes shared links, as in exchanges of gradients. A
     latency is half the shortest of some round trips. A bandwidth follows from the additional time of a message over
     that of one byte, with messages that grow until it is well above the noise, or until they are long. The measurement
-    takes some round trips, and fractions of a second on slow links. Sizes and number of messages are our choice.
+    takes some round trips, and fractions of a second on slow links.
 
     Args:
       runtime: Runtime of one replica; all replicas call this.
@@ -39,75 +143,156 @@ async def measure_network(runtime: Runtime) -> NetworkProfile | None:
     Returns:
       On rank 0, a site for each replica; ``None`` on the others.
     """
-    comm = runtime.comm
-    peers = [rank for rank in range(comm.size) if rank != comm.rank]
-    echoes = [runtime.launch(_serve_echoes(comm, peer)) for peer in peers]
-    probes = {peer: runtime.launch(_probe_peer(runtime, peer)) for peer in peers}
-    measurements = torch.zeros(comm.size, 2, dtype=torch.float64)
-    for peer, probe in probes.items():
-        measurements[peer] = torch.tensor(await probe, dtype=torch.float64)
-    for echo in echoes:
-        await echo
-    return await runtime.launch(_gather_profile(comm, measurements))
-
-
-def _build_tag(part: int, hop: int = 0) -> Tag:
-    return Tag(Purpose.MEASURE.build_exchange_id(0), part, hop)
-
-
-async def _probe_peer(runtime: Runtime, peer: int) -> tuple[float, float]:
-    """Returns seconds of latency, and seconds per byte, to one peer."""
-    comm, hop = runtime.comm, 0
-
-    async def round_trip_s(nbytes: int) -> float:
-        nonlocal hop
-        begin = runtime.read_clock()
-        comm.send(Payload((torch.zeros(nbytes, dtype=torch.uint8),)), peer, _build_tag(_PROBE, hop))
-        hop += 1
-        await comm.recv(peer, _build_tag(_ECHO, hop - 1))
-        return runtime.read_clock() - begin
-
-    shortest_s = math.inf
-    for _ in range(PINGS):
-        shortest_s = min(shortest_s, await round_trip_s(1))
-    nbytes, extra_s = FIRST_NBYTES, 0.0
-    while True:
-        extra_s = await round_trip_s(nbytes) - shortest_s
-        if extra_s >= MIN_EXTRA_S or GROWTH * nbytes * (comm.size - 1) > MAX_NBYTES:
-            break
-        nbytes *= GROWTH
-    comm.send(Payload((_BYTE[:0],)), peer, _build_tag(_PROBE, hop))
-    return shortest_s / 2, max(extra_s, 0.0) / nbytes
-
-
-async def _serve_echoes(comm: Communicator, peer: int) -> None:
-    """Answers each message of a peer with a byte, until an empty one."""
-    hop = 0
-    while True:
-        (probe,) = (await comm.recv(peer, _build_tag(_PROBE, hop))).iter_tensors()
-        if not probe.numel():
-            return
-        comm.send(Payload((_BYTE,)), peer, _build_tag(_ECHO, hop))
-        hop += 1
-
-
-async def _gather_profile(comm: Communicator, measurements: Tensor) -> NetworkProfile | None:
-    """Gathers all measurements on rank 0."""
-    if comm.rank != 0:
-        comm.send(Payload((measurements,)), 0, _build_tag(_RESULT))
+    ranks = range(runtime.comm.size)
+    row = await _measure_flows(
+        runtime, 0, [(src, dst) for src in ranks for dst in ranks if src != dst], _BEFORE_RUN
+    )
+    rows = await runtime.launch(_gather(runtime.comm, row))
+    if rows is None:
         return None
-    rows = [measurements]
-    for rank in range(1, comm.size):
-        (row,) = (await comm.recv(rank, _build_tag(_RESULT))).iter_tensors()
-        rows.append(row)
-    names = [f"rank {rank}" for rank in range(comm.size)]
+    names = [f"rank {rank}" for rank in ranks]
+    links = {
+        (src, dst): Link(rows[src, dst, 0].item(), rows[src, dst, 2].item()) for src, dst in _list_flows(rows)
+    }
     return NetworkProfile(
         "measured",
         tuple(Site(name, 1) for name in names),
-        tuple(
-            SiteLink(names[src], names[dst], Link(latency_s, 8 / byte_s if byte_s else math.inf))
-            for src, row in enumerate(rows)
-            for dst, (latency_s, byte_s) in enumerate(row.tolist())
-            if src != dst
-        ),
+        tuple(SiteLink(names[src], names[dst], link) for (src, dst), link in links.items()),
     )
+
+
+async def probe_network(runtime: Runtime) -> NetworkMeasurement | None:
+    """Measures each link alone, then the links of each replica at once, then all of them at once.
+
+    A bandwidth is that of the additional bytes of a long message over a shorter one, so a connection's slow start
+    does not count. Two pairs without a common replica are measured at the same time, in as many rounds as there are
+    other replicas.
+
+    Args:
+      runtime: Runtime of one replica; all replicas call this.
+
+    Returns:
+      The measurement on rank 0; ``None`` on the others.
+    """
+    comm, ranks = runtime.comm, range(runtime.comm.size)
+    everything = [(src, dst) for src in ranks for dst in ranks if src != dst]
+    alone = [flows for pairs in _pair_up(comm.size) for flows in (pairs, [(b, a) for a, b in pairs])]
+    ups = [[flow for flow in everything if flow[0] == rank] for rank in ranks]
+    downs = [[flow for flow in everything if flow[1] == rank] for rank in ranks]
+    phases = [*alone, *ups, *downs, everything] if comm.size > 2 else alone
+    rows = []
+    for number, flows in enumerate(phases):
+        await barrier(runtime, number, Purpose.MEASURE)
+        effort = _ALONE if number < len(alone) else _AT_ONCE
+        rows.append(await _measure_flows(runtime, number + 1, flows, effort))
+    measured = await runtime.launch(_gather(comm, torch.stack(rows, dim=1)))  # by source, destination, phase
+    if measured is None:
+        return None
+    links = {
+        flow: LinkMeasurement(*measured[flow][phase].tolist())
+        for phase, flows in enumerate(alone)
+        for flow in flows
+    }
+
+    def sum_bps(phase: int) -> float:
+        """Sums the lowest bandwidths of a phase, since a higher one was measured while other flows were pausing."""
+        return float(sum(measured[flow][phase][3] for flow in phases[phase]))
+
+    first = len(alone)
+    if comm.size == 2:
+        up = (links[0, 1].bandwidth_bps, links[1, 0].bandwidth_bps)
+        return NetworkMeasurement(dict(sorted(links.items())), up, up[::-1], sum(up))
+    return NetworkMeasurement(
+        dict(sorted(links.items())),
+        tuple(sum_bps(first + rank) for rank in ranks),
+        tuple(sum_bps(first + comm.size + rank) for rank in ranks),
+        sum_bps(len(phases) - 1),
+    )
+
+
+def _pair_up(size: int) -> Iterator[list[_Flow]]:
+    """Yields rounds of disjoint pairs in which each pair occurs once, by the circle method."""
+    others = list(range(1, size + size % 2))
+    for _ in others:
+        circle = [0, *others]
+        pairs = [(circle[i], circle[-1 - i]) for i in range(len(circle) // 2)]
+        yield [pair for pair in pairs if max(pair) < size]
+        others = others[-1:] + others[:-1]
+
+
+def _list_flows(rows: Tensor) -> list[_Flow]:
+    size = len(rows)
+    return [(src, dst) for src in range(size) for dst in range(size) if src != dst]
+
+
+async def _measure_flows(runtime: Runtime, number: int, flows: Collection[_Flow], effort: _Effort) -> Tensor:
+    """Measures the flows of this rank at once; returns the fields of :class:`LinkMeasurement` by receiving rank."""
+    comm = runtime.comm
+    echoes = [runtime.launch(_serve_echoes(comm, src, number)) for src, dst in flows if dst == comm.rank]
+    probes = {
+        dst: runtime.launch(_probe_peer(runtime, dst, number, effort))
+        for src, dst in flows
+        if src == comm.rank
+    }
+    row = torch.zeros(comm.size, 5, dtype=torch.float64)
+    for peer, probe in probes.items():
+        row[peer] = torch.tensor(await probe, dtype=torch.float64)
+    for echo in echoes:
+        await echo
+    return row
+
+
+def _build_tag(number: int, part: int, hop: int = 0) -> Tag:
+    return Tag(Purpose.MEASURE.build_exchange_id(number), part, hop)
+
+
+async def _probe_peer(runtime: Runtime, peer: int, number: int, effort: _Effort) -> tuple[float, ...]:
+    """Returns the fields of a :class:`LinkMeasurement`."""
+    comm, hop = runtime.comm, 0
+
+    async def measure_s(nbytes: int) -> float:
+        nonlocal hop
+        begin = runtime.read_clock()
+        comm.send(Payload((torch.zeros(nbytes, dtype=torch.uint8),)), peer, _build_tag(number, _PROBE, hop))
+        hop += 1
+        await comm.recv(peer, _build_tag(number, _ECHO, hop - 1))
+        return runtime.read_clock() - begin
+
+    round_trips_s = [await measure_s(1) for _ in range(effort.pings)]
+    shortest_s, nbytes = min(round_trips_s), FIRST_NBYTES
+    while True:
+        extra_s = await measure_s(nbytes) - shortest_s
+        if extra_s >= MIN_EXTRA_S or GROWTH * nbytes * (comm.size - 1) > effort.max_nbytes:
+            break
+        nbytes *= GROWTH
+    extras_s = [extra_s]
+    if effort.repeats:
+        nbytes = max(1, round(nbytes * TARGET_S / max(extra_s, MIN_EXTRA_S)))
+        pairs_s = [(await measure_s(nbytes), await measure_s(3 * nbytes)) for _ in range(effort.repeats)]
+        extras_s = [(long_s - short_s) / 2 for short_s, long_s in pairs_s]
+    rates = sorted(8 * nbytes / extra_s if extra_s > 0 else math.inf for extra_s in extras_s)
+    comm.send(Payload((_BYTE[:0],)), peer, _build_tag(number, _PROBE, hop))
+    return shortest_s / 2, statistics.median(round_trips_s) / 2, statistics.median(rates), rates[0], rates[-1]
+
+
+async def _serve_echoes(comm: Communicator, peer: int, number: int) -> None:
+    """Answers each message of a peer with a byte, until an empty one."""
+    hop = 0
+    while True:
+        (probe,) = (await comm.recv(peer, _build_tag(number, _PROBE, hop))).iter_tensors()
+        if not probe.numel():
+            return
+        comm.send(Payload((_BYTE,)), peer, _build_tag(number, _ECHO, hop))
+        hop += 1
+
+
+async def _gather(comm: Communicator, row: Tensor) -> Tensor | None:
+    """Stacks the rows of all ranks on rank 0; returns ``None`` on the others."""
+    if comm.rank != 0:
+        comm.send(Payload((row,)), 0, _build_tag(0, _RESULT))
+        return None
+    rows = [row]
+    for rank in range(1, comm.size):
+        (received,) = (await comm.recv(rank, _build_tag(0, _RESULT))).iter_tensors()
+        rows.append(received)
+    return torch.stack(rows)

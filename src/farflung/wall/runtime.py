@@ -250,7 +250,7 @@ class WallRuntime:
 
     def watch(self, fd: int, readable: Callable[[], None]) -> None:
         """Calls ``readable`` on the communication thread whenever a descriptor is readable."""
-        self._thread.call_soon(lambda: self.session.transport.watch(fd, readable))
+        self._thread.call_soon(lambda: self.session.transport.loop.watch(fd, readable=readable))
 
     def run_in_executor(self, fn: Callable[[], T]) -> Pending[T]:
         """Runs ``fn`` on a separate thread, in the order of calls, while messages are processed.
@@ -367,12 +367,12 @@ class WallRuntime:
           :class:`DeadlinePassed`, and the
             replica is dismissed.
         """
-        greeted = self.session.admit(peer)
+        greeted = self.session.members.admit(peer)
         self.peers[peer.rank] = peer
 
         def give_up() -> None:
             if not greeted.is_done:  # otherwise it may be reconnecting
-                self.session.revoke_admission(
+                self.session.members.revoke_admission(
                     peer.rank, DeadlinePassed(peer.rank, "its greeting", connect_timeout_s)
                 )
 
@@ -390,7 +390,8 @@ class WallRuntime:
             return list(peers.values())
 
         def is_due(rank: int) -> bool:
-            return self.session.end_error is None and rank in self.session.get_present_ranks()
+            member = self.session.members.by_rank.get(rank)
+            return not self.session.mailbox.ended.is_done and member is not None and member.is_present
 
         self._connect(exchange_peers)
         try:
@@ -409,7 +410,7 @@ class WallRuntime:
             if announce is not None:
                 peers = announce(self.session.transport.local_peer)
                 self.peers = {peer.rank: peer for peer in peers}
-                self.session.connect(peers)
+                self.session.members.connect(peers)
         finally:
             self._thread.start()
 
@@ -417,21 +418,19 @@ class WallRuntime:
         self, connect_timeout_s: float, is_repeated: Callable[[], bool] = lambda: False
     ) -> bool:
         """Waits until all others have greeted; returns False if the meeting is repeated before."""
-        greeted = threading.Event()
+        greeted, members = threading.Event(), self.session.members
 
         def give_up() -> None:
-            missing = self.session.list_missing()
-            if missing and not self.session.ready.is_done:
-                self.session.end(
-                    DeadlinePassed(missing[0], self.session.describe_greeting(missing[0]), self.read_clock())
-                )
+            timeout = members.build_timeout(self.read_clock())
+            if timeout is not None:
+                self.session.mailbox.end(timeout)
 
         self._thread.call_soon(lambda: self._thread.call_at(connect_timeout_s, give_up))
-        self.session.ready.add_done_callback(lambda _: greeted.set())
+        members.ready.add_done_callback(lambda _: greeted.set())
         while not greeted.wait(_POLL_S):
             if is_repeated():
                 return False
-        self.session.ready.result()
+        members.ready.result()
         return True
 
     def _stage_payload(self, payload: Payload) -> Pending[Payload]:
@@ -444,7 +443,7 @@ class WallRuntime:
                 wait()
             except RuntimeError as error:  # the device has failed
                 failure = RunLost(f"a gradient could not be copied from its device: {error}")
-                self._thread.call_soon(lambda: self.session.end(failure))
+                self._thread.call_soon(lambda: self.session.mailbox.end(failure))
                 self._thread.call_soon(lambda: staged.set_exception(failure))
             else:
                 self._thread.call_soon(lambda: staged.set_result(host))

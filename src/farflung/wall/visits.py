@@ -152,7 +152,7 @@ class _VisitHandler:
         runtime, elastic = self._runtime, self.elastic
         if elastic.is_joining or rank in elastic.members or rank not in runtime.peers:
             return
-        for peer_rank in sorted(runtime.session.get_present_ranks() - {rank}):
+        for peer_rank in sorted(runtime.session.members.present_ranks - {rank}):
             self._send_peer(peer_rank, runtime.peers[rank])
             self._send_peer(rank, runtime.peers[peer_rank])
 
@@ -208,7 +208,7 @@ class _VisitHandler:
             return {"again": f"rank {peer.rank} was given to another replica meanwhile"}
         guests: list[Json] = [guest.to_json() for guest in self._guests.values()]
         self._admit_peer(peer)
-        for rank in runtime.session.get_present_ranks() - {peer.rank}:
+        for rank in runtime.session.members.present_ranks - {peer.rank}:
             self._send_peer(rank, peer)
         peers = [runtime.peers[rank] for rank in self.elastic.members if rank in runtime.peers]
         view = self.elastic.view_number

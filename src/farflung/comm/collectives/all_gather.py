@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from farflung.comm.collectives.coding import SegmentChannel, with_metadata
-from farflung.comm.collectives.segments import compute_copy, cut_segments, list_peers, sum_in_order
+from farflung.comm.collectives.segments import cut_segments, list_peers, sum_in_order
 from farflung.comm.pool import allocate_like
 from farflung.network import count_pieces
 from farflung.trees import clone_shared
@@ -30,7 +30,8 @@ async def all_reduce_by_all_gather(
     # The sum is written into the tensor, and nothing tells when all receivers have read it: send a copy.
     source = tensor
     if coding is None:
-        source = compute_copy(channel, tensor, allocate_like(tensor))
+        channel.charge("copy", tensor.numel())
+        source = allocate_like(tensor).copy_(tensor)
     segments = cut_segments(tensor.numel(), count_pieces(tensor.nbytes))
     hop = channel.reserve_hops(len(segments))
     packed = []

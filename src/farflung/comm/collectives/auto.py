@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 
 from torch import Tensor
 
@@ -29,16 +29,20 @@ def choose_default_collective(nbytes: int, size: int) -> str:
 
 
 def auto(
-    channel: Channel, tensor: Tensor, metadata: Tensor, *, coding: SegmentCoding | None = None
+    names: Mapping[int, str],
+    channel: Channel,
+    tensor: Tensor,
+    metadata: Tensor,
+    *,
+    coding: SegmentCoding | None = None,
 ) -> Awaitable[tuple[Tensor, Tensor]]:
     """Sums by the collective that :func:`farflung.comm.resolve_collective` chose for this size when the run was built.
 
-    For other sizes it is :func:`choose_default_collective`. With a codec, whose errors depend on the
-    collective, it is always ``direct``.
+    ``names`` holds the choices by the bytes of a tensor; for other sizes it is :func:`choose_default_collective`.
+    With a codec, whose errors depend on the collective, it is always ``direct``. The other arguments and the result
+    are those of :func:`farflung.comm.collectives.sharded.direct`.
     """
     name = "direct"
     if coding is None:
-        name = channel.auto_collectives.get(tensor.nbytes) or choose_default_collective(
-            tensor.nbytes, channel.size
-        )
+        name = names.get(tensor.nbytes) or choose_default_collective(tensor.nbytes, channel.size)
     return channel.get_collective(name)(channel, tensor, metadata, coding=coding)

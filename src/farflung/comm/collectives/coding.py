@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
-from farflung.comm.collectives.segments import compute_copy, compute_sum
+from farflung.comm.collectives.segments import sum_in_order
 from farflung.comm.staging import copy_to_device
 from farflung.errors import ProtocolError
 from farflung.seeding import derive_seed
@@ -16,7 +14,6 @@ from farflung.types import (
     Channel,
     Codec,
     CodecState,
-    CodingCost,
     Payload,
     Seeds,
     Segment,
@@ -24,7 +21,7 @@ from farflung.types import (
     TensorSpec,
 )
 
-__all__ = ["ChargedCoding", "Coding", "SegmentChannel", "with_metadata"]
+__all__ = ["Coding", "SegmentChannel", "with_metadata"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class Coding:
       step: Step, for the codec.
       residual: Flat tensor of equal length, to which the residuals of this rank's encodings are added, where
         they are finite; None discards them.
-      method: Name of the encodings' cost; see :class:`farflung.types.CodingCost`.
+      method: Name of the encoding for charges; see :meth:`farflung.types.Channel.charge`.
     """
 
     codec: Codec
@@ -74,21 +71,6 @@ class Coding:
         )
 
 
-class ChargedCoding:
-    """A :class:`farflung.types.SegmentCoding` whose work is charged to an exchange."""
-
-    def __init__(self, channel: Channel, coding: SegmentCoding) -> None:
-        self._channel, self._coding, self.method = channel, coding, coding.method
-
-    def encode(self, tensor: Tensor, segment: Segment, count: int) -> Payload:
-        cost = CodingCost("encode", self.method, segment.length)
-        return self._channel.compute(cost, partial(self._coding.encode, tensor, segment, count))
-
-    def decode(self, payload: Payload, spec: TensorSpec, segment: Segment, count: int) -> Tensor:
-        cost = CodingCost("decode", self.method, segment.length)
-        return self._channel.compute(cost, partial(self._coding.decode, payload, spec, segment, count))
-
-
 def with_metadata(packed: Tensor | Payload, metadata: Tensor | None) -> Payload:
     """Returns the message of a segment, with the metadata if there is any.
 
@@ -101,12 +83,14 @@ class SegmentChannel:
     """Transfer of segments over a channel, encoded if there is a coding, and with metadata if there is any."""
 
     def __init__(self, channel: Channel, coding: SegmentCoding | None) -> None:
-        self._channel = channel
-        self._coding = None if coding is None else ChargedCoding(channel, coding)
+        self._channel, self._coding = channel, coding
 
     def pack(self, tensor: Tensor, segment: Segment, count: int) -> Tensor | Payload:
         """Prepares a segment that sums ``count`` ranks' tensors for sending."""
-        return tensor if self._coding is None else self._coding.encode(tensor, segment, count)
+        if self._coding is None:
+            return tensor
+        self._channel.charge("encode", segment.length, self._coding.method)
+        return self._coding.encode(tensor, segment, count)
 
     def unpack(self, packed: Tensor | Payload, like: Tensor, segment: Segment, count: int) -> Tensor:
         """Restores the dense segment, of the shape and dtype of ``like``."""
@@ -114,11 +98,15 @@ class SegmentChannel:
             assert isinstance(packed, Tensor)
             return packed
         assert isinstance(packed, Payload)
+        self._channel.charge("decode", segment.length, self._coding.method)
         return self._coding.decode(packed, TensorSpec.from_tensor(like), segment, count)
 
     def unpack_into(self, packed: Tensor | Payload, target: Tensor, segment: Segment, count: int) -> None:
         """Restores the dense segment in ``target``."""
-        compute_copy(self._channel, self.unpack(packed, target, segment, count), target)
+        dense = self.unpack(packed, target, segment, count)
+        self._channel.charge("copy", segment.length)
+        if dense.data_ptr() != target.data_ptr():
+            target.copy_(dense)
 
     async def recv(self, src: int, hop: int, like: Tensor) -> tuple[Tensor | Payload, Tensor | None]:
         """Receives a packed segment that is dense like ``like``, and the metadata if it is included."""
@@ -158,8 +146,5 @@ class SegmentChannel:
             parts.append(part)
             if extra is not None:
                 all_metadata.append(extra)
-        return self.add(parts, out), all_metadata
-
-    def add(self, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """Sums the parts, first to last, in ``out``, which is not a part, or in a new tensor."""
-        return compute_sum(self._channel, parts, out)
+        self._channel.charge("add", (len(parts) - 1) * segment.length)
+        return sum_in_order(parts, out), all_metadata

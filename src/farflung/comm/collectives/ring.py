@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from farflung.comm.collectives.coding import SegmentChannel, with_metadata
-from farflung.comm.collectives.segments import cut_segments
+from farflung.comm.collectives.segments import cut_segments, sum_in_order
 from farflung.types import Channel, SegmentCoding
 
 __all__ = ["ring"]
@@ -43,9 +43,9 @@ async def ring(
         received, partial_metadata = await transfer.recv(predecessor, hop + k, segment)
         if partial_metadata is not None:
             extras[receiving] = partial_metadata + metadata
-        packed = transfer.pack(
-            transfer.add([transfer.unpack(received, segment, place, k + 1), segment]), place, k + 2
-        )
+        partial_sum = transfer.unpack(received, segment, place, k + 1)
+        channel.charge("add", place.length)
+        packed = transfer.pack(sum_in_order([partial_sum, segment]), place, k + 2)
 
     hop += size - 1
     complete = (rank + 1) % size

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from farflung.comm.pool import allocate_like
-from farflung.types import Channel, CodingCost, Segment
+from farflung.types import Channel, Segment
 
-__all__ = ["compute_copy", "compute_sum", "cut_segments", "list_peers", "sum_in_order"]
+__all__ = ["cut_segments", "list_peers", "sum_in_order"]
 
 
 def cut_segments(numel: int, parts: int, start: int = 0) -> list[Segment]:
@@ -40,16 +39,3 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     for part in parts[2:]:
         total += part
     return total
-
-
-def compute_copy(channel: Channel, source: Tensor, target: Tensor) -> Tensor:
-    """Copies ``source`` into ``target``, unless they share memory, as a charged part of an exchange."""
-    is_same = source.data_ptr() == target.data_ptr()
-    copy = partial(target.copy_, source)
-    return channel.compute(CodingCost("copy", "", target.numel()), (lambda: target) if is_same else copy)
-
-
-def compute_sum(channel: Channel, parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Sums by :func:`sum_in_order`, as a charged part of an exchange."""
-    cost = CodingCost("add", "", (len(parts) - 1) * parts[0].numel())
-    return channel.compute(cost, partial(sum_in_order, parts, out))

@@ -48,7 +48,7 @@ COLLECTIVES: dict[str, Collective] = {
     "ring": Collective(ring, predict_ring_s, count_messages=lambda size: 2 * size * (size - 1)),
     "multi_parameter_server": _build_sharded(multi_parameter_server, count_half_owners),
     "parameter_server": _build_sharded(parameter_server, count_server_owners),
-    AUTO: Collective(auto),
+    AUTO: Collective(partial(auto, {})),
     "native": Collective(native, is_native=True),
 }
 """Collectives by name. Add your own before the run is built."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -34,7 +33,6 @@ from farflung.reducers.gradiveq.slices import Layout, SliceCoder, reduce_ring
 from farflung.types import (
     Channel,
     CodecState,
-    CodingCost,
     Contribution,
     Reducer,
     ReduceResult,
@@ -196,13 +194,11 @@ class GradiVeQ(Reducer):
                 *await exchange.sum_dense(compute_numerator(channel, contribution)),
                 contribution.tensor.dtype,
             )
-        phase, method = state["phase"], self.method
-        cost = partial(CodingCost, method=method, numel=contribution.tensor.numel())
+        phase, method, numel = state["phase"], self.method, contribution.tensor.numel()
         numbers = [local["vote"]] if phase == "compress" else []
         if phase == "confirm":
-            numbers = channel.compute(
-                cost("hash"), partial(window.compute_fingerprint, window.list_bases(state))
-            )
+            channel.charge("hash", numel, method)
+            numbers = window.compute_fingerprint(window.list_bases(state))
         packed = torch.cat((pack_metadata(contribution), torch.tensor(numbers, dtype=torch.float64)))
         exchange = CodecExchange(channel, self.collective, packed, step, contribution.tensor.dtype)
         tensor, residual = compute_numerator(channel, contribution), local["residual"].get("all")
@@ -210,7 +206,8 @@ class GradiVeQ(Reducer):
         unsent = torch.zeros_like(tensor) if self._is_spread else None
         if residual is not None:
             residual = residual.to(tensor.device)
-            channel.compute(CodingCost("add", "", tensor.numel()), partial(tensor.add_, residual))
+            channel.charge("add", numel)
+            tensor.add_(residual)
         received, loss, num_accumulated = [], None, int(phase == "sample")
         if self._is_spread and phase == "compress" and state["count"] % self._sample_period == 0:
             num_accumulated = self._sample_period
@@ -228,9 +225,10 @@ class GradiVeQ(Reducer):
                 packed = await reduce_ring(exchange, coder, method, tensor.device)
             else:
                 (segment,) = coder.split(1)
-                encoded = channel.compute(cost("encode"), partial(coder.encode, segment))
-                total, packed = await exchange.sum(encoded)
-                channel.compute(cost("decode"), partial(coder.decode, total, segment, float(packed[0])))
+                channel.charge("encode", numel, method)
+                total, packed = await exchange.sum(coder.encode(segment))
+                channel.charge("decode", numel, method)
+                coder.decode(total, segment, float(packed[0]))
             if not self._is_spread or state["count"] % self._sample_period == 1:
                 loss = coder.relative_error
         else:
@@ -276,8 +274,8 @@ class GradiVeQ(Reducer):
         """Adds a mean to the window's statistics, and computes the bases once there are enough samples."""
         if not num_accumulated and not self._is_spread:
             return state
-        cost = CodingCost("learn" if num_accumulated else "total", self.method, mean.numel())
-        state = channel.compute(cost, partial(window.add_mean, state, mean, num_accumulated))
+        channel.charge("learn" if num_accumulated else "total", mean.numel(), self.method)
+        state = window.add_mean(state, mean, num_accumulated)
         if state["samples"] < self.sample_steps:
             return state
 
@@ -286,7 +284,7 @@ class GradiVeQ(Reducer):
             state,
             ratio,
             self.variance_left or 0.0,
-            lambda numel, find: channel.compute(CodingCost("pca", self.method, numel), find),
+            lambda numel: channel.charge("pca", numel, self.method),
         )
 
     def _build_layout(self, spec: TensorSpec) -> Layout:

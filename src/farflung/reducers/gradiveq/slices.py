@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from farflung.codecs.blocks import get_working_dtype
 from farflung.comm.collectives.segments import sum_in_order
 from farflung.comm.staging import copy_to_device
 from farflung.reducers.aggregation import CodecExchange
-from farflung.types import CodingCost, ParameterSpan, Payload, State, TensorSpec
+from farflung.types import ParameterSpan, Payload, State, TensorSpec
 
 __all__ = ["EncodedSegment", "Layout", "SliceCoder", "SlicedLayer", "reduce_ring"]
 
@@ -26,6 +25,8 @@ _ALIGNMENT = 64
 """Alignment in bytes of torch's own memory."""
 _WRITE_POSITIONS = 64
 """Number of positions written together, so that strided reads stay in the processor's cache."""
+_CHUNK_SLICES = 256
+"""Number of slices coded together on a CPU, so that they stay in its cache between operations."""
 
 
 class SlicedLayer(NamedTuple):
@@ -237,7 +238,7 @@ class SliceCoder:
         parts = []
         for layer, first, last, mean, basis in self._iter_layers(segment):
             rows = layer.read_slices(self._tensor, first, last).to(self.dtype)
-            centred = rows - mean * self._weight
+            centred = rows - (mean if self._weight == 1.0 else mean * self._weight)
             coded = centred @ basis
             self._squares.append(
                 torch.stack([_compute_square(rows), _compute_square(centred), _compute_square(coded)])
@@ -280,12 +281,13 @@ class SliceCoder:
         return None if total == 0.0 else float((max(centred - coded, 0.0) / total) ** 0.5)
 
     def _iter_layers(self, segment: EncodedSegment) -> Iterator[tuple[SlicedLayer, int, int, Tensor, Tensor]]:
-        """Yields each layer in a segment: first and last slice, their means, and the basis."""
-        number = 0
+        """Yields chunks of each layer in a segment: first and last slice, their means, and the basis."""
+        is_on_cpu, number = self._tensor.device.type == "cpu", 0
         for layer, mean, basis in self._layers:
-            first = max(segment.first_slice - number, 0)
-            last = min(segment.last_slice - number, layer.num_slices)
-            if first < last:
+            begin = max(segment.first_slice - number, 0)
+            end = min(segment.last_slice - number, layer.num_slices)
+            for first in range(begin, end, _CHUNK_SLICES if is_on_cpu else layer.num_slices):
+                last = min(first + _CHUNK_SLICES, end) if is_on_cpu else end
                 yield layer, first, last, mean[first:last], basis
             number += layer.num_slices
 
@@ -334,12 +336,12 @@ async def reduce_ring(
     segments = coder.split(size)
 
     def encode(segment: EncodedSegment) -> Tensor:
-        cost = CodingCost("encode", method, coder.count_dense(segment))
-        return channel.compute(cost, partial(coder.encode, segment))
+        channel.charge("encode", coder.count_dense(segment), method)
+        return coder.encode(segment)
 
     def decode(summed: Tensor, segment: EncodedSegment) -> None:
-        cost = CodingCost("decode", method, coder.count_dense(segment))
-        channel.compute(cost, partial(coder.decode, summed, segment, float(total_metadata[0])))
+        channel.charge("decode", coder.count_dense(segment), method)
+        coder.decode(summed, segment, float(total_metadata[0]))
 
     async def receive(segment: EncodedSegment, segment_hop: int, *extras: Tensor) -> list[Tensor]:
         expect = (
@@ -356,7 +358,8 @@ async def reduce_ring(
         channel.send(Payload((summed, metadata_by_rank[sending])), next_rank, hop + k)
         local = encode(segments[receiving])
         incoming, metadata_by_rank[receiving] = await receive(segments[receiving], hop + k, metadata)
-        summed = channel.compute(CodingCost("add", "", local.numel()), partial(torch.add, incoming, local))
+        channel.charge("add", local.numel())
+        summed = torch.add(incoming, local)
 
     total_metadata = sum_in_order([metadata_by_rank[sender] for sender in range(size)])
     hop += size - 1

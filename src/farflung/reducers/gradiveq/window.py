@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from farflung.reducers.gradiveq.slices import Layout
 from farflung.types import Channel, Payload, State, TensorSpec
 
 __all__ = [
-    "BasisSolver",
     "add_mean",
     "adopt_bases",
     "advance_window",
@@ -34,8 +31,6 @@ __all__ = [
 ]
 
 
-BasisSolver: TypeAlias = Callable[[int, Callable[[], Tensor]], Tensor]
-"""Computes a basis, charged with the given number of elements, as part of an exchange."""
 _NO_SAMPLES: State = {"samples": 0, "added": 0, "sums": {}}
 _NUM_DIGITS, _DIGIT_NBYTES = 3, 2
 """Shape of a hash. A float64 sums the squares of 16-bit digits exactly for a thousand replicas."""
@@ -80,22 +75,22 @@ def add_mean(state: State, mean: Tensor, num_accumulated: int) -> State:
     return {**state, **counts, "sums": {**previous, **sums}}
 
 
-def solve_bases(state: State, ratio: float | None, left_out: float, solve: BasisSolver) -> State:
+def solve_bases(state: State, ratio: float | None, left_out: float, charge: Callable[[int], None]) -> State:
     """Computes bases and means once all samples are complete.
 
     Args:
       state: Current state.
       ratio: K over the columns of a basis; None for as many columns as explain the variance.
       left_out: Share of the variance that bases need not explain.
-      solve: Solver of each basis.
+      charge: Charges for a basis, by the number of elements of its matrix.
     """
     samples, count = state["sums"], state["samples"]
     total = (samples["total"] / state["added"]).nan_to_num_(0.0, 0.0, 0.0)
     bases, means = {}, {}
     for name, layer in Layout.from_state(state["layout"]).layers_by_name.items():
         means[name] = layer.read_slices(total, 0, layer.num_slices)
-        sums = (samples[f"{name}.sum"], samples[f"{name}.gram"])
-        bases[name] = solve(layer.slice_numel**2, partial(compute_basis, *sums, count, ratio, left_out))
+        charge(layer.slice_numel**2)
+        bases[name] = compute_basis(samples[f"{name}.sum"], samples[f"{name}.gram"], count, ratio, left_out)
     solution = {"means": means, "bases": bases, "window": state["window"] + 1}
     return {**state, **_NO_SAMPLES, **solution, "phase": "confirm", "count": 0}
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from farflung.comm.pool import allocate_like
 from farflung.moments import check_averageable
 from farflung.types import Merge, MergeBucket, MergeState, OptimizerState, State, get_anchor
 
@@ -46,7 +47,7 @@ class Outer(Merge):
     @override
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         if self.optimizer_state == "averaged":
-            check_averageable(optimizer)
+            check_averageable(optimizer, "use optimizer_state='kept' or 'reset'")
 
     @override
     def init(self, weights: Tensor) -> MergeState:
@@ -54,9 +55,16 @@ class Outer(Merge):
 
     @override
     def contribute(self, bucket: MergeBucket, state: MergeState, delay: int) -> tuple[Tensor, State]:
-        """Returns the change since the anchor; no copy is saved if the mean is applied before the next step."""
-        update = bucket.copy_weights().sub_(get_anchor(state))
-        return (update.clone(), {"contribution": update}) if delay else (update, {})
+        """Returns the change since the anchor.
+
+        If the mean is applied before the next step, no copy is saved, and the change takes the memory of the gradient,
+        on which the optimizer has stepped.
+        """
+        anchor = get_anchor(state)
+        if not delay:
+            return bucket.copy_weights(bucket.gradient).sub_(anchor), {}
+        update = bucket.copy_weights().sub_(anchor)
+        return update.clone(), {"contribution": update}
 
     @override
     def apply(
@@ -86,4 +94,6 @@ class Outer(Merge):
         else:
             state.shared["velocity"] = mean.clone()
         velocity: Tensor = state.shared["velocity"]
-        return mean.add(velocity, alpha=self.momentum) if self.nesterov else velocity
+        if not self.nesterov:
+            return velocity
+        return torch.add(mean, velocity, alpha=self.momentum, out=allocate_like(mean))

@@ -1,0 +1,118 @@
+"""Size of the pieces that a connection sends, adapted to its rate, and the kernel's measurements of it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+from farflung.comm.framing import (
+    ENCRYPTED_PIECE_NBYTES,
+    LOCAL_PIECE_NBYTES,
+    MIN_PIECE_NBYTES,
+    compute_piece_nbytes,
+)
+
+__all__ = ["PieceSizer", "TcpInfo"]
+
+_NOTSENT_LOWAT = 0x201 if sys.platform == "darwin" else 25
+_TCP_INFO_NBYTES = 168
+"""Size of the kernel's ``struct tcp_info`` up to the delivery rate."""
+_ADAPT_INTERVAL_S = 0.05
+"""Interval at which a busy connection adapts its piece size to its rate, in seconds."""
+
+
+class TcpInfo(NamedTuple):
+    """The kernel's measurements of a connection.
+
+    Args:
+      round_trip_s: Smoothed round trip, in seconds.
+      loss: Share of segments that were retransmitted.
+      control: Name of the congestion control.
+      rate_bps: Latest delivery rate.
+    """
+
+    round_trip_s: float
+    loss: float
+    control: str
+    rate_bps: float
+
+
+class PieceSizer:
+    """Size of a connection's pieces: what it sends in :data:`farflung.comm.framing.PIECE_S`, off loopback.
+
+    The kernel accepts no more unsent bytes than that, so an urgent message waits for at most one piece.
+
+    Args:
+      sock: Socket of the connection.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.nbytes = MIN_PIECE_NBYTES
+        """Bytes of a piece."""
+        self.is_adaptive = True
+        """True off loopback."""
+        self.busy_s, self.busy_nbytes = 0.0, 0
+        """Seconds in which there was more to send than the kernel took, and bytes sent in that time."""
+        self._measured_s, self._measured_nbytes = 0.0, 0
+        """Begin of the present measurement, and bytes sent since."""
+
+    def start(self, *, is_encrypted: bool) -> None:
+        """Sets the first size, once the connection is authenticated."""
+        with suppress(OSError):
+            self.is_adaptive = self._sock.getpeername()[0] != self._sock.getsockname()[0]
+        if self.is_adaptive:
+            self._set_nbytes(self.nbytes)
+        else:
+            self.nbytes = ENCRYPTED_PIECE_NBYTES if is_encrypted else LOCAL_PIECE_NBYTES
+
+    def begin_busy(self) -> None:
+        """Begins to measure the rate, since the kernel accepts no more bytes."""
+        self._measured_s, self._measured_nbytes = time.monotonic(), 0
+        if self.is_adaptive and (info := self.read_tcp_info()) is not None:
+            self._adapt(info.rate_bps)
+
+    def record_sent(self, nbytes: int) -> bool:
+        """Records bytes sent while the connection is busy; returns True if they have ended a measurement."""
+        if not self.is_adaptive:
+            return False
+        self._measured_nbytes += nbytes
+        time_s = time.monotonic()
+        took_s = time_s - self._measured_s
+        if took_s < _ADAPT_INTERVAL_S:
+            return False
+        self._adapt(8 * self._measured_nbytes / took_s)
+        self.busy_s += took_s
+        self.busy_nbytes += self._measured_nbytes
+        self._measured_s, self._measured_nbytes = time_s, 0
+        return True
+
+    def _adapt(self, rate_bps: float) -> None:
+        """Adapts the size to a rate if it differs by 20 %."""
+        nbytes = compute_piece_nbytes(rate_bps)
+        if not 0.8 < nbytes / self.nbytes < 1.25:
+            self._set_nbytes(nbytes)
+
+    def _set_nbytes(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        with suppress(OSError):
+            self._sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, nbytes)
+
+    def read_tcp_info(self) -> TcpInfo | None:
+        """Reads the kernel's measurements of the connection; None except on Linux."""
+        if sys.platform != "linux":
+            return None
+        info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_NBYTES)
+        control = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        if len(info) < _TCP_INFO_NBYTES:
+            return None
+        (round_trip_us,), (retransmitted,), (segments,) = (
+            struct.unpack_from("I", info, at) for at in (68, 100, 156)
+        )
+        (nbytes_per_s,) = struct.unpack_from("Q", info, 160)
+        name = control.rstrip(b"\0").decode()
+        return TcpInfo(round_trip_us / 1e6, retransmitted / max(1, segments), name, 8.0 * nbytes_per_s)
