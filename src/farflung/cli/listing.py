@@ -36,8 +36,9 @@ Listing: TypeAlias = "tuple[Iterable[str], Callable[[str], tuple[Row, dict[str, 
 
 @dataclass(frozen=True)
 class List:
-    """List the parts of farflung by name; with a name, all figures of that one.
+    """List recipes, codecs, workloads, networks, devices or data sets.
 
+    With a name, shows all figures of that one.
     Codecs: each encodes a million normally distributed float32 values with default options. Its error is the
     norm of its residual over that of the gradient. Biased codecs with large errors need error_feedback(CODEC).
     Networks and devices: with a name, the source of the figures.

@@ -15,8 +15,8 @@ import tyro
 
 from farflung.cli.output import create_stderr_console, create_stdout_console, print_files
 from farflung.comm import Endpoint
-from farflung.config import Setting, build_unknown_error, list_settings
-from farflung.errors import ConfigError
+from farflung.config import Setting, list_settings
+from farflung.errors import ConfigError, UnknownName
 from farflung.files import load_toml, parse_json, prefix_errors, read_text, wrap_read_errors
 from farflung.runs import RunConfig, RunOptions, SimulatedConfig
 
@@ -170,7 +170,7 @@ def read_settings(
             if name in ignored_keys:
                 continue
             if name not in options:
-                raise build_unknown_error("key", key, options)
+                raise UnknownName("key", key, options)
             if name in settings:
                 raise ConfigError(f"{key!r} is there twice, with - and with _")
             settings[name] = options[name].convert(value, key)

@@ -26,7 +26,7 @@ __all__ = ["PageServer", "Report", "Watch", "load_report_data"]
 
 @dataclass(frozen=True)
 class Report:
-    """Write one HTML page about runs: learning curves, and the parts of their time.
+    """Write an HTML page about runs: what they learned, and their time.
 
     The page loads nothing from elsewhere, so it can be sent and kept. Runs may be unfinished.
     """
@@ -48,9 +48,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Watch:
-    """Serve the page of farflung report at a local address, with current figures of a run.
+    """Show the page of farflung report while a run goes on.
 
-    Only this machine can see it. Ctrl-C ends it, and leaves the run alone.
+    Serves it at a local address with current figures. Only this machine can see it. Ctrl-C ends it, and leaves the
+    run alone.
     """
 
     run_folder: tyro.conf.Positional[Path]

@@ -21,10 +21,10 @@ __all__ = ["Retime", "Trace", "Traffic"]
 
 @dataclass(frozen=True)
 class Retime(OutputOptions):
-    """Time a simulated run again on another network or other devices, without its arithmetic.
+    """Time a simulated run on another network or other devices.
 
-    What the replicas learned is unchanged, and every time is that of a fresh simulation. A run whose decision
-    log has decisions by time or arrival is refused, since it might learn something else there.
+    Repeats no arithmetic. What the replicas learned is unchanged, and every time is that of a fresh simulation. A
+    run whose decision log has decisions by time or arrival is refused, since it might learn something else there.
     """
 
     run_folder: tyro.conf.Positional[Path]
@@ -51,7 +51,7 @@ class Retime(OutputOptions):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Show the bytes that each replica sent to each other in a finished run, by purpose.
+    """Show the bytes that replicas of a finished run sent, by purpose.
 
     Payloads are counted from tensors, in real and simulated runs. Gradients are all that steps exchange.
     """
@@ -77,7 +77,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Trace:
-    """Write the activities of each replica as a Chrome trace, for https://ui.perfetto.dev.
+    """Write a Chrome trace of a run, for https://ui.perfetto.dev.
 
     Contains steps and their parts, evaluations, checkpoints and changes of members, and exchanges if the run
     was traced (--trace). Perfetto opens the file in the browser and sends it nowhere.

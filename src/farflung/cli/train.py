@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import tyro
 from typing_extensions import override
 
 from farflung.cli.options import (
@@ -14,7 +15,6 @@ from farflung.cli.options import (
     build_endpoint,
     collect_options,
     with_options,
-    with_settings,
 )
 from farflung.config import list_settings
 from farflung.errors import ConfigError
@@ -30,10 +30,9 @@ OPTIONS = list_settings(RunOptions)
 
 
 @dataclass(frozen=True)
-@with_settings(RunConfig)
-@with_options({**OPTIONS, **ENDPOINT})
+@with_options({**RunConfig.list_settings(), **OPTIONS, **ENDPOINT})
 class Train(RunCommand):
-    """Train a model on several workers of this machine, or as one replica under torchrun.
+    """Train on several workers of this machine, or under torchrun.
 
     Under torchrun the workers are torchrun's and this command joins them, on one machine or several:
     torchrun --nproc-per-node 4 -m farflung train ...
@@ -44,9 +43,8 @@ class Train(RunCommand):
         {"network", "connections", "device", "faults", "count_evaluation"}
     )
 
-    network: str | None = None
-    """Refused: farflung lab --network NAME train ... has real workers on the links of a network, and farflung simulate
-    models them."""
+    network: tyro.conf.Suppress[str | None] = None
+    """Not here: use farflung simulate (modelled links) or farflung lab (real ones)."""
 
     @override
     def prepare(self, *layers: Mapping[str, object]) -> PreparedRun[RunConfig]:

@@ -33,8 +33,9 @@ INTERRUPTED_CODE = 130
 
 @dataclass(frozen=True)
 class RunInLab:
-    """Run a program on nodes of this machine, joined by the links of a network profile; needs root.
+    """Run real workers over the links of a network profile; needs root.
 
+    Nodes are network namespaces of this machine, joined by shaped links.
     farflung lab --network wifi-10mbps --nodes 4 train --steps 100, or any program that torchrun could start:
     farflung lab --network four-regions -- python train.py
     """

@@ -39,7 +39,7 @@ def find_network(name: str) -> NetworkProfile:
     if name.endswith(".toml"):
         return load_profile(Path(name))
     if name not in NETWORKS:
-        raise UnknownName("network profile", name, [*NETWORKS, "a file ending in .toml"])
+        raise UnknownName("network", name, NETWORKS, "a file ending in .toml")
     return NETWORKS[name]
 
 
