@@ -27,17 +27,8 @@ __all__ = ["COMMANDS", "COMMAND_GROUPS", "insert_dashes", "label_options", "main
 T = TypeVar("T")
 
 FIRST_OPTIONS = (
-    "workload",
-    "recipe",
-    "recipes",
-    "network",
-    "networks",
-    "workers",
-    "steps",
-    "seeds",
-    "target",
-    "out",
-)
+    "workload", "recipe", "recipes", "networks", "workers", "steps", "seeds", "target", "out", "network",
+)  # fmt: skip
 """Options of most use, which come first in the help of a command."""
 
 

@@ -32,9 +32,9 @@ CONNECT_TIMEOUT_S = 60.0
 class Probe:
     """Measure the network between machines; write its profile with --out.
 
-    Start one process on each machine, by torchrun, srun or mpirun: torchrun --nnodes 3 --nproc-per-node 1 ... -m
-    farflung probe --out net.toml Each link is measured alone, then those of each machine at once, then all at
-    once, which shows what they share.
+    Start one process on each machine, by torchrun, srun or mpirun:
+    torchrun --nnodes 3 --nproc-per-node 1 ... -m farflung probe --out net.toml
+    Each link is measured alone, then those of each machine at once, then all at once, which shows what they share.
     """
 
     out: Path | None = None

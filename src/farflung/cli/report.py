@@ -16,7 +16,7 @@ from typing_extensions import override
 from farflung.cli.output import create_stdout_console, print_files
 from farflung.errors import ConfigError, DataError, FarflungError
 from farflung.files import wrap_read_errors, write_text
-from farflung.report import ReportedRun, build_report_data, render_report_page
+from farflung.report import ReportedRun, build_report_data, render_report_page, shorten_names
 from farflung.runs import RunFolder
 from farflung.runs.stopping import handle_stop_signals
 from farflung.types import Json
@@ -79,13 +79,18 @@ def load_report_data(folders: Sequence[Path], *, is_live: bool = False) -> dict[
       BadInput: A folder has no run, or a damaged one.
     """
     runs = []
-    for path in folders:
-        files = RunFolder(path)
-        settings = files.load_config()
-        with wrap_read_errors(path, "its events are damaged and cannot be shown", DataError):
+    stored = [RunFolder(path) for path in folders]
+    settings = [files.load_config() for files in stored]
+    names = shorten_names([str(path).encode(errors="replace").decode() for path in folders])
+    if len({"network" in config for config in settings}) > 1:
+        names = [
+            f"{name} (simulated)" if "network" in config else name
+            for name, config in zip(names, settings, strict=True)
+        ]
+    for files, config, name in zip(stored, settings, names, strict=True):
+        with wrap_read_errors(files.path, "its events are damaged and cannot be shown", DataError):
             summary = files.load_summary() if files.summary_path.exists() else None
-            name = str(path).encode(errors="replace").decode()
-            runs.append(ReportedRun(name, settings, files.load_events(), summary))
+            runs.append(ReportedRun(name, config, files.load_events(), summary))
     with wrap_read_errors(", ".join(map(str, folders)), "damaged", DataError):
         return build_report_data(runs, is_live=is_live)
 

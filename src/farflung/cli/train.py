@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import tyro
 from typing_extensions import override
 
 from farflung.cli.options import (
@@ -43,7 +42,7 @@ class Train(RunCommand):
         {"network", "connections", "device", "faults", "count_evaluation"}
     )
 
-    network: tyro.conf.Suppress[str | None] = None
+    network: str | None = None
     """Not here: use farflung simulate (modelled links) or farflung lab (real ones)."""
 
     @override
