@@ -239,7 +239,7 @@ def test_a_run_is_refused_that_would_have_learned_or_sent_otherwise(
 
 def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, stored = made(tmp_path / "base")
-    assert "unknown network profile" in refused(capsys, stored.path, "--network", "elsewhere")
+    assert "unknown network" in refused(capsys, stored.path, "--network", "elsewhere")
     assert "no run there" in refused(capsys, tmp_path / "nowhere")
     events = stored.get_telemetry_path(0).read_text().splitlines()
     stored.get_telemetry_path(0).write_text("\n".join(events[:-1]) + "\n")

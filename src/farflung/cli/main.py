@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -206,17 +207,13 @@ def _parse(args: Sequence[str]) -> Command:
 
 
 def _explain_refusal(frame: str, prog: str) -> ConfigError:
-    """Builds the error for a command line that tyro refuses, from the frame that it prints."""
-    paragraphs = [""]
-    for line in frame.splitlines():
-        text = line.strip("│ ")
-        if text.startswith("╭"):
-            continue
-        if not text or set(text) <= set("─╰╯"):
-            paragraphs.append("")
-        else:
-            paragraphs[-1] += f"{text} "
-    message = paragraphs[0].strip().rstrip(".") or "these options cannot be read"
+    """Builds the error for a command line that tyro refuses, from the frame that it prints, in Unicode or ASCII."""
+    _title, *lines = [line.strip("│ ") for line in frame.splitlines()] or [""]
+    blocks = groupby(lines, key=lambda line: bool(line.strip("─╰╯-")))
+    message, *others = [" ".join(block) for has_text, block in blocks if has_text] or [
+        "these options cannot be read"
+    ]
+    message = message.rstrip(".")
     if choice := re.match(
         r"invalid choice '(.*)' for argument '([\w-]+)'. Expected one of \((.*)\)", message
     ):
@@ -226,7 +223,6 @@ def _explain_refusal(frame: str, prog: str) -> ConfigError:
         r"\1: must be \2, not \3",
         message,
     )
-    for text in paragraphs[1:]:
-        if similar := re.match(r"Perhaps you meant: (--[\w-]+)", text):
-            return ConfigError(f"{message}; did you mean {similar[1]}?")
+    if similar := re.search(r"Perhaps you meant: (--[\w-]+)", " ".join(others)):
+        return ConfigError(f"{message}; did you mean {similar[1]}?")
     return ConfigError(f"{message}; see {prog} --help")
