@@ -41,7 +41,8 @@ class Retime(OutputOptions):
 
         config = SimulatedConfig.load_settings(RunFolder(self.run_folder))
         network, device = self.network or str(config["network"]), self.device or str(config["device"])
-        stored = self.run_folder.resolve()  # has a name even if the path is a dot
+        has_name = self.run_folder.name not in ("", "..")
+        stored = self.run_folder if has_name else self.run_folder.resolve()
         out = self.out or stored.with_name(f"{stored.name}-on-{Path(network).stem}-{Path(device).stem}")
         with Progress(quiet=self.quiet or self.json, is_simulated=True) as progress:
             run = retime(self.run_folder, network=network, device=device, out=out, sink=progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
@@ -15,14 +16,17 @@ from farflung.cli.options import (
     collect_options,
     with_options,
 )
+from farflung.cli.output import create_stderr_console
 from farflung.config import list_settings
 from farflung.errors import ConfigError
 from farflung.runs import RunConfig, RunOptions
 
 if TYPE_CHECKING:  # imports torch, which help does without
     from farflung.runs import PreparedRun
+    from farflung.telemetry import Event
+    from farflung.wall import LaunchEnv
 
-__all__ = ["Train"]
+__all__ = ["Train", "announce_rank"]
 
 OPTIONS = list_settings(RunOptions)
 """Options of a run that are not settings."""
@@ -64,5 +68,16 @@ class Train(RunCommand):
 
         env = LaunchEnv.read()
         with begin_training(run) as begin:
-            result = self.execute(run, begin, is_lead=env is None or env.rank == 0)
+            if env is None or env.rank == 0:
+                result = self.execute(run, begin)
+            else:
+                result = begin(partial(announce_rank, env, quiet=bool(self.quiet or self.json)))
         return 130 if result.summary.get("interrupted") else 0
+
+
+def announce_rank(env: LaunchEnv, event: Event, *, quiet: bool) -> None:
+    """Prints that this rank has joined, once for each machine."""
+    if not quiet and event["event"] == "begin" and event["rank"] == env.rank and env.local_rank == 0:
+        create_stderr_console().print(
+            f"rank {env.rank} of {env.size} has joined; progress is shown on rank 0"
+        )

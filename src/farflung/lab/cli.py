@@ -176,8 +176,8 @@ def _build_cells(pair: PairMeasurement) -> list[str]:
         f"{1e3 * pair.expected_latency_s:.3f}",
         f"{pair.bandwidth_bps / 1e6:.2f}",
         f"{pair.expected_bandwidth_bps / 1e6:.2f}",
-        f"{pair.loss:.2%}",
-        f"{pair.expected_loss:.2%}",
+        f"{100 * pair.loss:.2f} %",
+        f"{100 * pair.expected_loss:.2f} %",
         "" if pair.is_accurate else "off",
     ]
 

@@ -162,7 +162,7 @@ class RunConfig:
 
     @property
     def title(self) -> str:
-        return f"{self.workload}, {self.recipe.name}"
+        return f"{self.workload}, {self.recipe.text}"
 
     @property
     def seed(self) -> int:
@@ -504,7 +504,7 @@ class SimulatedConfig(RunConfig):
     @property
     @override
     def title(self) -> str:
-        return f"{self.workload}, {self.recipe.name}, {self.network_name}"
+        return f"{self.workload}, {self.recipe.text}, {self.network_name}"
 
     @property
     def network_name(self) -> str:
