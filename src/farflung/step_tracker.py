@@ -13,9 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from farflung._torch import get_current_node, get_graph_task_id, queue_backward_callback
 from farflung.attach_checks import format_names, list_optimizer_parameters
+from farflung.comm import Purpose
 from farflung.engine import Engine, GradientBuckets, StepMetadata
-from farflung.engine.averaging import compute_sketch, estimate_max_divergence
-from farflung.errors import ConfigError, RunLost, Unsupported
+from farflung.engine.averaging import compute_sketch, estimate_max_divergence, gather_steps
+from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.moments import get_optimizer_name
 from farflung.sites import Site
 from farflung.types import Schedule
@@ -223,6 +224,23 @@ class ReplicaComparison:
         self.has_diverged = False
         """True if replicas were found to differ although they should be equal."""
         self._runtime, self._engine, self._buckets, self._site = runtime, engine, buckets, site
+        self._has_equal_steps = False
+
+    def check_steps(self, step: int) -> None:
+        """Checks once that all replicas start from one step, also from checkpoints that each has loaded for itself.
+
+        Raises:
+          CheckpointError: They do not; names the step of each rank.
+        """
+        if self._has_equal_steps or len(self._engine.members) == 1:
+            return
+        steps = self._runtime.drive(gather_steps(self._runtime, step, 1, purpose=Purpose.START))
+        if len({*steps.values()}) > 1:
+            listed = ", ".join(f"rank {rank} at step {other}" for rank, other in steps.items())
+            raise CheckpointError(
+                f"replicas start from different steps, {listed}: load checkpoints of one step"
+            )
+        self._has_equal_steps = True
 
     def compare(self, *, is_compared: bool) -> float:
         """Compares replicas that should be equal, at growing intervals; returns their relative distance."""
@@ -407,6 +425,7 @@ class StepTracker:
     def begin_round(self, *, has_data: bool = True) -> None:
         """Plans the exchanges of a backward pass."""
         number = self._engine.round_number
+        self._comparison.check_steps(self.step)
         if not number & (number - 1):
             self._checks.check_no_new_parameters()
         if self._schedule.is_gradient_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -70,6 +71,17 @@ def test_an_openssl_that_encrypts_slowly_is_named(
     encryption = json.loads(capsys.readouterr().out)["machine"]["encryption"]
     assert encryption.startswith(ssl.OPENSSL_VERSION)
     assert ("twice as fast" in encryption) == is_slow
+
+
+def test_a_machine_that_cannot_reach_itself_is_told_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_connection(*address: object, **options: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", refuse_connection)
+    assert main(["doctor"]) == 1
+    assert "127.0.0.1: not reached: Network is unreachable; " in capsys.readouterr().err
 
 
 def test_the_address_is_that_on_the_way_to_the_master(

@@ -75,7 +75,7 @@ class Doctor:
         if not self.json:
             print_table(["of this machine", ""], machine.items())
         results: dict[str, ProbeResult] = {}
-        troubles = []
+        troubles = _list_machine_troubles()
         for text, address in peers.items():
             try:
                 result = results[text] = probe(address, port=port)
@@ -121,6 +121,18 @@ def _serve(port: int) -> int:
         )
         serve_probes(listener)
     return 0
+
+
+def _list_machine_troubles() -> list[str]:
+    """Returns why processes of this machine cannot reach each other; empty if they can."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            socket.create_connection(listener.getsockname(), timeout=1.0).close()
+    except OSError as error:
+        return [
+            f"127.0.0.1: not reached: {error.strerror or error}; workers of this machine need it: ip link set lo up"
+        ]
+    return []
 
 
 def _describe_machine(hosts: list[str], site: LaunchEnv | None) -> dict[str, str]:

@@ -28,6 +28,7 @@ __all__ = [
     "compute_sketch",
     "estimate_max_divergence",
     "find_unequal",
+    "gather_steps",
     "load_values",
     "sum_over_ranks",
 ]
@@ -165,6 +166,14 @@ async def find_unequal(
     compared = compared[compared[:, 0, 0] != 0]  # drop lost ranks
     bits, sizes = (compared == compared[0]).all(0)
     return [int(index) for index in (~bits & sizes).nonzero()]
+
+
+async def gather_steps(runtime: Runtime, step: int, number: int, *, purpose: Purpose) -> dict[int, int]:
+    """Returns the step of each replica by rank, equal on all ranks; lost ranks are left out."""
+    rows = torch.zeros(runtime.comm.size, 2, dtype=torch.float64)
+    rows[runtime.comm.rank] = torch.tensor([1, step])
+    _, summed = await sum_over_ranks(runtime, _EMPTY, rows.flatten(), number, purpose=purpose)
+    return {rank: int(other) for rank, (is_there, other) in enumerate(summed.view(rows.shape)) if is_there}
 
 
 async def barrier(runtime: Runtime, number: int, purpose: Purpose) -> None:
