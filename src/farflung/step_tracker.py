@@ -514,7 +514,7 @@ class StepTracker:
     def step_without_data(self) -> bool:
         """Takes part in a step without data; returns True if any replica had data."""
         self.begin_round(has_data=False)
-        self._buckets.fill_zeros(self._engine.handle_bucket)
+        self._buckets.run_backward(None, self._engine.handle_bucket)
         has_gradient = self._runtime.drive(self._engine.merge_gradients())
         outcome = self._runtime.drive(self._engine.finish_round(has_updated=has_gradient))
         self.step += 1

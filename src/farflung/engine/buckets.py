@@ -262,12 +262,18 @@ class GradientBuckets:
         """Number of bytes of one dense gradient."""
         return sum(bucket.spec.nbytes for bucket in self.buckets)
 
-    def run_backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
-        """Runs autograd and calls ``ready(index)`` once as each bucket fills, from one thread at a time."""
+    def run_backward(self, loss: Tensor | None, ready: Callable[[int], None]) -> None:
+        """Runs autograd and calls ``ready(index)`` once as each bucket fills, from one thread at a time.
+
+        Without a loss, all parameters contribute zeros.
+        """
+        if loss is None:
+            self.clear()
         self.arm(ready)
         try:
-            loss.backward()
-            self.finish()
+            if loss is not None:
+                loss.backward()
+            self.finish(may_warn=loss is not None)
         finally:
             self._on_ready = None
 
@@ -286,10 +292,10 @@ class GradientBuckets:
         """Names of the parameters without a gradient since :meth:`arm`."""
         return [bucket.names[place] for bucket in self._buckets for place in sorted(bucket.missing_places)]
 
-    def finish(self) -> None:
-        """Ends the backward pass: parameters without a gradient contribute zeros."""
+    def finish(self, *, may_warn: bool = True) -> None:
+        """Ends the backward pass: parameters without a gradient contribute zeros, with a warning if ``may_warn``."""
         assert self._on_ready is not None
-        unused = [] if self._has_warned else self.missing_names
+        unused = self.missing_names if may_warn and not self._has_warned else []
         self._fill_missing(self._on_ready)
         self._on_ready = None
         if unused:
@@ -299,14 +305,6 @@ class GradientBuckets:
                 + (" ..." if len(unused) > 4 else ""),
                 stacklevel=2,
             )
-
-    def fill_zeros(self, ready: Callable[[int], None]) -> None:
-        """Replaces a backward pass: all parameters contribute zeros."""
-        self.clear()
-        self.arm(ready)
-        assert self._on_ready is not None
-        self._fill_missing(self._on_ready)
-        self._on_ready = None
 
     def unflatten(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns flat tensors, one for each bucket, as tensors by parameter name."""

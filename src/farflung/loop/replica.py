@@ -508,7 +508,7 @@ class Replica:
         self._set_rate(step)
         samples = await self.batch_loader.pick(step)
         self.engine.begin_round(step, StepMetadata(math.nan, 0.0))
-        self.buckets.fill_zeros(self.engine.handle_bucket)
+        self.buckets.run_backward(None, self.engine.handle_bucket)
         has_gradient = await self.engine.merge_gradients()
         if has_gradient:
             self._scale_rate(step)
