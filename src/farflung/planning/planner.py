@@ -362,7 +362,7 @@ def _check_inputs(
 
 
 def _get_period(config: SimulatedConfig) -> int:
-    return config.recipe.build_components(config.seed).schedule.period
+    return config.recipe.build_components(config.seed).schedule.cycle_steps
 
 
 def _learns_like_reference(config: SimulatedConfig) -> bool:

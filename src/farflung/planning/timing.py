@@ -122,9 +122,9 @@ def _build_light(config: SimulatedConfig, min_steps: int) -> tuple[SimulatedConf
     """Returns the configuration of a few steps without arithmetic, their warm-up, and the steps of a block."""
     full_warmup, reducer = _count_warmup(config)
     schedule = config.recipe.build_components(config.seed).schedule
-    late = schedule.max_steps_ahead - schedule.period + 1
-    block = schedule.period * max(2, math.ceil(max(min_steps, late) / schedule.period))
-    warmup = min(full_warmup, WARMUP_BLOCKS * block if schedule.warmup else block)
+    late = schedule.max_steps_ahead - schedule.cycle_steps + 1
+    block = schedule.cycle_steps * max(2, math.ceil(max(min_steps, late) / schedule.cycle_steps))
+    warmup = min(full_warmup, WARMUP_BLOCKS * block if schedule.warmup_steps else block)
     share = warmup / full_warmup if full_warmup else 1.0
     scaled = reducer.scale_warmup(share)
     recipe = config.recipe.with_components(
@@ -159,7 +159,7 @@ def _count_warmup(config: SimulatedConfig) -> tuple[int, Reducer]:
     parts, rates = config.recipe.build_components(config.seed), config.training.make_rate_schedule()
     rate_warmup = getattr(rates, "warmup", 0) if rates.unit == "steps" else 0
     reducer = parts.reducer.with_run_length(config.steps, rate_warmup)
-    return max(parts.schedule.warmup, reducer.warmup_steps), reducer
+    return max(parts.schedule.warmup_steps, reducer.warmup_steps), reducer
 
 
 def _read_pace(run: Run, full_warmup: int, warmup: int, block: int) -> Pace:

@@ -112,6 +112,11 @@ class Delayed(Schedule):
 
     @property
     @override
+    def cycle_steps(self) -> int:
+        return self.period
+
+    @property
+    @override
     def max_steps_ahead(self) -> int:
         return 0 if isinstance(self.delay, str) else self.delay + self.period
 

@@ -67,7 +67,7 @@ class DiLoCo(Schedule):
 
     @property
     @override
-    def period(self) -> int:
+    def cycle_steps(self) -> int:
         return self.sync_every
 
     @property
@@ -189,7 +189,7 @@ class StreamingDiLoCo(Schedule):
 
     @property
     @override
-    def period(self) -> int:
+    def cycle_steps(self) -> int:
         return self.sync_every
 
     @property

@@ -77,7 +77,7 @@ class LocalSGD(Schedule):
 
     @property
     @override
-    def period(self) -> int:
+    def cycle_steps(self) -> int:
         return self.sync_every
 
     @property
@@ -130,7 +130,7 @@ class PostLocalSGD(Schedule):
 
     @property
     @override
-    def period(self) -> int:
+    def cycle_steps(self) -> int:
         return self.sync_every
 
     @property

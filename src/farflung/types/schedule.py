@@ -156,20 +156,20 @@ class Schedule:
         return 0
 
     @property
-    def warmup(self) -> int:
-        """Number of first steps whose transfers differ from those of later steps."""
-        return 0
+    def warmup_steps(self) -> int:
+        """Number of first steps whose transfers differ from those of later steps: option ``warmup``, if there is one."""
+        return int(getattr(self, "warmup", 0))
 
     @property
-    def period(self) -> int:
+    def cycle_steps(self) -> int:
         """Number of steps after which the transfers repeat, once the warm-up is over."""
         return 1
 
     def scale_warmup(self, share: float) -> Schedule:
         """Returns the schedule of a run that is ``share`` times as long, with a warm-up as much shorter."""
-        if not self.warmup:
+        if not self.warmup_steps:
             return self
-        return replace(self, warmup=round(share * self.warmup))  # type: ignore[type-var]
+        return replace(self, warmup=round(share * self.warmup_steps))  # type: ignore[type-var, call-arg]
 
     def check(self, size: int) -> None:
         """Validates the number of replicas before a run begins.
