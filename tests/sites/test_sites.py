@@ -94,11 +94,11 @@ def test_copies_inside_a_site_stay_alike_under_a_lossy_codec(pool: Pool) -> None
 def test_sites_of_four_processes() -> None:
     """Three of them hold nothing of the smallest parameter, and tensor parallelism meets real shards."""
     pool, port = Pool(8), free_ports(1)[0]
-    exact = {**EXACT[2], "width": 48}
+    exact, lossy = {**EXACT[2], "width": 48}, {**INT8, "width": 96}
     try:
         plain = pool.run(2, "tests.sites.jobs.train_plain", cases=[exact], per_site=4)[0][0]
-        int8 = pool.run(2, "tests.sites.jobs.train_plain", cases=[INT8], per_site=2)[0][0]
-        cases = [{**exact, "layout": "fsdp"}, {**exact, "layout": "hsdp"}, {**INT8, "layout": "fsdp tp"}]
+        int8 = pool.run(2, "tests.sites.jobs.train_plain", cases=[lossy], per_site=2)[0][0]
+        cases = [{**exact, "layout": "fsdp"}, {**exact, "layout": "hsdp"}, {**lossy, "layout": "fsdp tp"}]
         results = pool.run(8, "tests.sites.jobs.train", cases=cases, per_site=4, port=port)
     finally:
         pool.close()
