@@ -6,10 +6,11 @@
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## make .venv and install farflung in it; the others do this first
+setup: ## make .venv and install farflung in it; most others do this first
 	@scripts/setup
 
-demo: setup ## train a small model with four workers on this machine
+demo: ## compare three recipes on slow Wi-Fi, then train with four workers
+	@scripts/setup --run
 	@scripts/demo $(ARGS)
 
 test: setup ## run the tests, about 7 minutes on two cores

@@ -24,9 +24,10 @@ find_python() {
     return 1
 }
 
-# The environment's tools first on PATH, or a word on how to get one.
+# The environment's tools first on PATH, or a word on how to get one. With --run, one that can only run farflung will do.
 use_venv() {
-    [ -e "$venv/.farflung-setup" ] || die "no environment in $venv yet: run scripts/setup (or make setup) first"
+    [ -e "$venv/.farflung-setup" ] || { [ "${1:-}" = --run ] && [ -e "$venv/.farflung-setup-run" ]; } ||
+        die "no environment in $venv yet: run scripts/setup (or make setup) first"
     export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
     unset PYTHONHOME
 }

@@ -536,6 +536,25 @@ def goes_back(rank: int, size: int, store: dist.Store, *, how: str) -> tuple[str
     return ends[0], ends[1]
 
 
+def resumes_alone(rank: int, size: int, store: dist.Store, *, how: str) -> str:
+    """What is said where only rank 1 loads a checkpoint, as after a crash between two writes."""
+    model, env = Net(), LaunchEnv(rank, size, rank, size)
+    optimizer = WithoutRate(model.parameters())
+    state: State = {}
+    try:
+        for place in ("first", "second"):
+            own = dist.PrefixStore(place, store)
+            with farflung.attach(model, optimizer, recipe_of(how), launch_env=env, store=own) as handle:
+                if state and rank == 1:
+                    handle.load_state_dict(state)
+                for x, y in itertools.islice(batches(rank), 3):
+                    one_step(model, optimizer, x, y)
+                state = copy.deepcopy(handle.state_dict())
+    except farflung.errors.CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     """What every loop does."""
     optimizer.zero_grad(set_to_none=True)

@@ -40,6 +40,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 POOLED = (
     "tests/integrations/",
     "tests/models/",
+    "tests/sites/",
     "tests/test_attach.py",
     "tests/test_attach_start.py",
     "tests/test_ddp.py",

@@ -301,7 +301,7 @@ def test_a_state_that_is_not_ones_own_is_refused(pool: Pool) -> None:
         another, model, none = said
         assert f"that of rank {1 - rank} of 2, and this is rank {rank} of 2" in another
         assert "another model" in model
-        assert "lacks buckets, exchanges, rank, size, step" in none
+        assert "lacks buckets, exchanges, rank, share, size, step" in none
 
 
 # --- what is refused, and what is said ---------------------------------------------------------------------------

@@ -28,14 +28,20 @@ class Wrapper(torch.optim.Optimizer):
         self.optimizer = optimizer
 
 
-@pytest.mark.parametrize("how", ["module", "inside", "parameter"])
-def test_a_sharded_model_is_refused(how: str) -> None:
+@pytest.mark.parametrize("has_site", [False, True])
+@pytest.mark.parametrize("model", [FullyShardedDataParallel(), nn.Sequential(FullyShardedDataParallel())])
+def test_a_model_under_fsdp1_is_refused(model: nn.Module, has_site: bool) -> None:
+    with pytest.raises(
+        Unsupported, match=r"use torch\.distributed\.fsdp\.fully_shard and attach\(site=\.\.\.\)"
+    ):
+        check_unwrapped(model, has_site=has_site)
+
+
+def test_a_sharded_model_needs_a_site() -> None:
     model = nn.Module()
-    if how == "parameter":
-        model.weight = DTensor(torch.zeros(2))
-    else:
-        model = FullyShardedDataParallel() if how == "module" else nn.Sequential(FullyShardedDataParallel())
-    with pytest.raises(Unsupported, match="sharded by FSDP or as DTensors"):
+    model.weight = DTensor(torch.zeros(2))
+    check_unwrapped(model, has_site=True)
+    with pytest.raises(Unsupported, match=r"give attach\(site=\.\.\.\) the device mesh"):
         check_unwrapped(model)
 
 

@@ -88,7 +88,7 @@ def test_milestones_inside_the_warm_up_count() -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("cosin", "unknown learning-rate schedule 'cosin'; known: constant, cosine, linear, step"),
+        ("cosin", "unknown learning-rate schedule 'cosin'; did you mean cosine?"),
         ("cosine(", "write it as name or name(option=value)"),
         ("cosine(warmup=-1)", "cosine: warmup -1 must be at least 0"),
         ("cosine(final=1.5)", "cosine: final 1.5 must be at most 1"),

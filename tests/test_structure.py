@@ -58,14 +58,15 @@ ORDER: list[set[str]] = [
     {"workloads"},
     {"loop"},
     {"wall", "sim"},
-    {"calibration", "recipes"},
+    {"calibration", "recipes", "sites"},
     {"attach_checks"},
-    {"importance", "step_tracker"},
+    {"importance", "step_tracker", "loop_recorder"},
     {"handle"},
     {"ddp"},
     {"integrations"},
     {"report", "loggers"},
     {"runs"},
+    {"planning"},
     {"__init__"},  # farflung itself, which names what a user imports
     {"cli"},
     {"coded", "lab", "streams"},  # behind fences: see FENCED
@@ -421,7 +422,7 @@ def test_the_reference_has_every_public_name_once_and_nothing_else() -> None:
 
 MOST_FUNCTIONS = 42
 """Of one class: as many as today's largest has."""
-MOST_BY_UNIT = {"comm": 27, "membership": 30, "wall": 26}
+MOST_BY_UNIT = {"comm": 27, "membership": 30, "wall": 27}
 """The same for some packages."""
 
 

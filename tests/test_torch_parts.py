@@ -10,7 +10,9 @@ import pytest
 from farflung import _torch
 from farflung.errors import Unsupported
 
-PRIVATE = re.compile(r"torch\._C|torch\.utils\._|_execution_engine|multiprocessing\.reductions")
+PRIVATE = re.compile(
+    r"torch\._C|torch\.utils\._|_execution_engine|multiprocessing\.reductions|tensor\._utils"
+)
 
 
 def test_a_missing_part_is_named() -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Benchmark, Group, Measured, main
+from benchmarks.mercury.applications import MBPS
 from benchmarks.mercury.pictures import draw
-from benchmarks.mercury.rows import JOBS, MISSING, PICTURED, Rows, pictured
+from benchmarks.mercury.rows import JOBS, MISSING, PICTURED, Rows, pictured, tictac, tictac_row
 from benchmarks.mercury.watched import CANARIES, TRAININGS, Found, Watched
 from farflung.errors import DataError
 
@@ -90,6 +91,7 @@ BENCHMARK = Benchmark(
             for name, job in JOBS.items()
             for rows in job.rows
         ),
+        Group(tuple(map(tictac_row, MBPS)), tictac, "simulated", 1.0, ("preset tictac", *CANARIES)),
         *(Group(rows.names, partial(missing, rows), "trainings", 0.0, CANARIES) for rows in MISSING),
     ],
     TRAININGS,

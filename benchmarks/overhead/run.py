@@ -90,7 +90,7 @@ def measure_gpt2(how: str, quick: bool) -> Mapping[str, Measured]:
 
 
 PEAK_STEPS = 8
-SYSTEMS = (DDP, DDP_VIEWS, *RECIPES, "streaming_diloco(sync_every=4)")
+SYSTEMS = (DDP, DDP_VIEWS, *RECIPES, "streaming_diloco(sync_every=4, fragments=2, delay=1)")
 MODELS = {"403 MB": "matrices", "GPT-2 124M": "gpt2"}
 """Whose peak memory is measured with each system; the first has 24 matrices."""
 

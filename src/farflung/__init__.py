@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from farflung.ddp import ddp_hook
     from farflung.handle import Handle, attach
     from farflung.importance import ImportanceSampler
+    from farflung.planning import Plan, plan
     from farflung.recipes import RECIPES, Recipe, parse_recipe
     from farflung.runs import Comparison, Run, compare, retime, simulate, train
     from farflung.workloads import TorchWorkload
@@ -20,6 +21,7 @@ else:
             "ddp": "ddp_hook",
             "handle": "Handle attach",
             "importance": "ImportanceSampler",
+            "planning": "Plan plan",
             "recipes": "RECIPES Recipe parse_recipe",
             "runs": "Comparison Run compare retime simulate train",
             "workloads": "TorchWorkload",
@@ -34,6 +36,7 @@ __all__ = [
     "Endpoint",
     "Handle",
     "ImportanceSampler",
+    "Plan",
     "Recipe",
     "Run",
     "TorchWorkload",
@@ -42,6 +45,7 @@ __all__ = [
     "compare",
     "ddp_hook",
     "parse_recipe",
+    "plan",
     "retime",
     "simulate",
     "train",

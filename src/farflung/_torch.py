@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from farflung.errors import Unsupported
+from farflung.types import Json
 
 __all__ = [
     "DispatchMode",
     "StorageRef",
+    "compute_local_part",
     "get_current_node",
     "get_graph_task_id",
     "queue_backward_callback",
@@ -55,3 +57,11 @@ tree_leaves: Callable[[Any], list[Any]] = _import_private("torch.utils._pytree.t
 """Returns all leaves of nested containers."""
 StorageRef: Any = _import_private("torch.multiprocessing.reductions.StorageWeakRef")
 """Weak reference to a tensor's storage."""
+
+
+def compute_local_part(tensor: Any) -> list[Json]:
+    """Returns the shape and the global offset of the part of a tensor that this process holds."""
+    if not hasattr(tensor, "device_mesh"):
+        return [list(tensor.shape), [0] * tensor.dim()]
+    compute = _import_private("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
+    return [[*extents] for extents in compute(tensor.shape, tensor.device_mesh, tensor.placements)]

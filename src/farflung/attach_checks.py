@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_optimizer",
     "check_recipe",
+    "check_site",
     "check_tensors",
     "check_unwrapped",
     "describe_attach_support",
@@ -39,6 +40,8 @@ __all__ = [
 
 _MAX_NAMES = 4
 """Largest number of parameter names in a message."""
+_MANY_SHARES = 4
+"""Number of shares of a site from which compressing each by itself costs considerably more bytes."""
 
 
 def describe_attach_support(recipe: Recipe) -> str:
@@ -96,28 +99,62 @@ def _explain_refusal(parts: Components) -> str:
     return "" if parts.scaling == NoScaling() else "the learning rate is the loop's own"
 
 
-def check_unwrapped(model: nn.Module) -> None:
-    """Checks that no other library exchanges the model's gradients or shards its parameters.
+def check_unwrapped(model: nn.Module, *, has_site: bool = False) -> None:
+    """Checks that no other library exchanges the model's gradients, or shards its parameters beyond a known site.
+
+    Args:
+      model: Model of this process.
+      has_site: True if the processes are known that hold the model together.
 
     Raises:
-      Unsupported: The model uses DistributedDataParallel or FSDP.
+      Unsupported: The model uses DistributedDataParallel or FSDP1, or is sharded without a site.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             raise Unsupported(
                 "attach: the model is a DistributedDataParallel, and gradients would be exchanged twice: pass and call "
-                "model.module, or keep DistributedDataParallel and register farflung.ddp_hook"
+                "model.module, or keep DistributedDataParallel and register farflung.ddp_hook; attach(site=...) "
+                "averages gradients within a site by itself"
             )
         if _is_a(module, "FullyShardedDataParallel"):
-            raise Unsupported(_SHARDED_MESSAGE)
-    if any(_is_a(parameter, "DTensor") for parameter in model.parameters()):
-        raise Unsupported(_SHARDED_MESSAGE)
+            raise Unsupported(
+                "attach: FullyShardedDataParallel replaces the model's parameters by its own: use "
+                "torch.distributed.fsdp.fully_shard and attach(site=...)"
+            )
+    if not has_site and any(_is_a(parameter, "DTensor") for parameter in model.parameters()):
+        raise Unsupported(
+            "attach: the model is sharded by fully_shard or as DTensors: give attach(site=...) the device mesh or the "
+            "process group of the processes that hold this replica together"
+        )
 
 
-_SHARDED_MESSAGE = (
-    "attach: the model is sharded by FSDP or as DTensors, while farflung needs the whole of it on each replica: "
-    "attach it unsharded"
-)
+def check_site(recipe: Recipe, parts: Components, size: int, *, has_sampler: bool, can_split: bool) -> None:
+    """Checks that the processes of a site can exchange shares; warns if that costs more bytes.
+
+    Args:
+      recipe: Recipe of the run.
+      parts: Its components.
+      size: Number of processes of the site.
+      has_sampler: True if the loop draws batches by importance.
+      can_split: True if replicas cut off from the majority would continue.
+
+    Raises:
+      Unsupported: The shares of a site would not stay together.
+    """
+    if has_sampler:
+        raise Unsupported(
+            "attach: site: leave out sampler, which would learn from one share of the gradients"
+        )
+    if can_split:
+        raise Unsupported(
+            "attach: site: leave out quorum='1', or shares of one site may continue in two groups"
+        )
+    if parts.reducer.compresses_matrices and size >= _MANY_SHARES:
+        warnings.warn(
+            f"attach: recipe {recipe.text} compresses the part of a matrix that each of {size} processes exchanges, "
+            "which sends more than compressing the whole: prefer int8, Top-k or diloco",
+            stacklevel=3,
+        )
 
 
 def _is_a(instance: object, kind: str) -> bool:

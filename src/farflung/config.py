@@ -7,7 +7,6 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -26,7 +25,6 @@ __all__ = [
     "ON_NONFINITE",
     "Setting",
     "Training",
-    "build_unknown_error",
     "check_ranges",
     "list_settings",
 ]
@@ -75,13 +73,6 @@ class Setting:
         if not fits or (self.kind is Path and not value):
             raise ConfigError(f"{location} must be {_KIND_NAMES[self.kind]}, not {value!r}")
         return self.kind(value)
-
-
-def build_unknown_error(kind: str, name: str, names: Iterable[str]) -> ConfigError:
-    """Builds the error for an unknown setting, with the closest name or all names."""
-    close = get_close_matches(name.replace("-", "_"), names := [*names], n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(names))}"
-    return ConfigError(f"unknown {kind} {name!r}; {hint}")
 
 
 def list_settings(owner: type) -> dict[str, Setting]:

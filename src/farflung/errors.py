@@ -7,6 +7,7 @@ subclasses end a run with exit code 1. Messages state the problem, its location 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 from typing_extensions import override
@@ -36,6 +37,7 @@ __all__ = [
     "UnknownName",
     "Unsupported",
     "WaitEnded",
+    "suggest_names",
 ]
 
 
@@ -73,11 +75,27 @@ class UnknownName(ConfigError):
       kind: Kind of the registry's members, such as ``"workload"``.
       name: Unknown name.
       known_names: Names in the registry.
+      alternative: Description of what may stand in place of a name, such as ``"a file ending in .toml"``.
     """
 
-    def __init__(self, kind: str, name: str, known_names: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known_names: Iterable[str], alternative: str = "") -> None:
         self.kind, self.name, self.known_names = kind, name, sorted(known_names)
-        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(self.known_names)}")
+        super().__init__(f"unknown {kind} {name!r}; {suggest_names(name, self.known_names, alternative)}")
+
+
+def suggest_names(name: str, known_names: Iterable[str], alternative: str = "") -> str:
+    """Returns a question for the known name closest to an unknown one, or all known names if none is close.
+
+    >>> suggest_names("fashion_mnist", ["cifar-10", "fashion-mnist"])
+    'did you mean fashion-mnist?'
+    >>> suggest_names("5g", ["lan", "wifi"], "a file ending in .toml")
+    'known: lan, wifi, or a file ending in .toml'
+    """
+    by_spelling = {known.lower().replace("-", "_"): known for known in known_names}
+    close = get_close_matches(name.lower().replace("-", "_"), by_spelling, n=1)
+    if close:
+        return f"did you mean {by_spelling[close[0]]}?"
+    return f"known: {', '.join([*sorted(by_spelling.values()), *([f'or {alternative}'] if alternative else [])])}"
 
 
 class Unsupported(ConfigError):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from farflung.attach_checks import (
     check_optimizer,
     check_recipe,
+    check_site,
     check_tensors,
     check_unwrapped,
     is_accumulating,
@@ -31,21 +33,28 @@ from farflung.config import ON_NONFINITE
 from farflung.engine import Engine, GradientBuckets
 from farflung.engine.averaging import (
     average,
+    average_weights,
     broadcast,
     find_unequal,
     sum_over_ranks,
 )
+from farflung.engine.placement import to_local
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.loop import compute_fingerprint, describe_optimizer
+from farflung.loop_recorder import RECIPE_VARIABLE, LoopRecorder
 from farflung.moments import collect_eval_state, get_optimizer_name
 from farflung.recipes import Recipe, parse_recipe
 from farflung.reducers import list_summed_nbytes
+from farflung.seeding import derive_seed
+from farflung.sites import Site, SiteBuckets
 from farflung.step_tracker import SPREAD_TOLERANCE, LoopChecks, ReplicaComparison, StepTracker
-from farflung.telemetry import Sink, Telemetry
+from farflung.telemetry import Sink, Telemetry, combine_sinks
 from farflung.types import Schedule, State
 from farflung.wall import LaunchEnv, WallRuntime
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from farflung.importance import ImportanceSampler
     from farflung.network import NetworkProfile
     from farflung.sampling import Gain
@@ -77,6 +86,7 @@ def attach(
     deadline_s: float = 60.0,
     launch_env: LaunchEnv | None = None,
     store: dist.Store | None = None,
+    site: dist.ProcessGroup | DeviceMesh | None = None,
     endpoint: Endpoint = Endpoint(),
     network: NetworkProfile | str | None = None,
     nonfinite: str | None = None,
@@ -93,14 +103,20 @@ def attach(
     Without a launcher there is one replica, and nothing is exchanged.
 
     Args:
-      model: Model that this loop trains; it may be compiled, but not wrapped in DistributedDataParallel or FSDP.
+      model: Model that this loop trains. It may be compiled, but not wrapped in DistributedDataParallel, and sharded by
+        ``fully_shard`` or as DTensors only with ``site``.
       optimizer: Optimizer that steps on the exchanged gradients, or a wrapper of one, such as Accelerate's.
-      recipe: Recipe or its name, with changes in brackets: ``"ring(codec=int8)"``.
+      recipe: Recipe or its name, with changes in brackets: ``"ring(codec=int8)"``. The environment variable
+        ``FARFLUNG_RECIPE`` replaces it.
       seed: Seed of random codecs, equal on all ranks.
       deadline_s: Seconds of silence after which an awaited replica is lost; one that answers may take ten times as
         long.
       launch_env: Rank and size of this replica; read from the environment by default.
       store: Store in which the replicas find each other; by default the one at ``MASTER_ADDR``.
+      site: Process group or device mesh of the processes that hold this replica together, sharded or each with a copy.
+        Each exchanges its share with the process of the same number at the other sites. ``FARFLUNG_SITE``, or
+        :meth:`farflung.wall.LaunchEnv.of_site`, tells which site this is and where the sites meet. Otherwise one
+        launcher has started all sites, and the ranks of each are consecutive.
       endpoint: Settings of this replica's connections.
       network: Profile or name of the network, from which ``auto`` selects the fastest collective; measured by default.
       nonfinite: Action on all replicas if a gradient is NaN or infinite: ``stop``, ``skip`` the step, or ``exclude``
@@ -118,6 +134,7 @@ def attach(
         the rendezvous address.
       RunLost: A replica did not connect in time.
     """
+    recipe = os.environ.get(RECIPE_VARIABLE) or recipe
     parsed_recipe = parse_recipe(recipe) if isinstance(recipe, str) else recipe
     parts = parsed_recipe.build_components(seed)
     check_recipe(parsed_recipe, parts)
@@ -132,10 +149,27 @@ def attach(
         raise ConfigError(f"attach: elastic: {refusal}")
     if quorum not in ("majority", "1"):
         raise ConfigError(f"attach: quorum {quorum!r}: must be 'majority' or '1'")
-    check_unwrapped(model)
-    env = launch_env or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
+    check_unwrapped(model, has_site=site is not None)
+    own_site: Site | None = None
+    env = launch_env or LaunchEnv.read_site() or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
     rank, size = env.rank, env.size
-    check_tensors(model, is_alone=size == 1)
+    if site is not None:
+        own_site = Site(site, deadline_s)
+        check_site(
+            parsed_recipe,
+            parts,
+            own_site.size,
+            has_sampler=sampler is not None,
+            can_split=elastic > 0 and quorum == "1",
+        )
+        own_site.check_parameters(model)
+        own_site.reshard(model)
+        rank, size = own_site.locate(env)
+    elif env.counts_sites:
+        raise ConfigError(
+            "attach: FARFLUNG_SITE is set: give attach(site=...) the process group of this site"
+        )
+    check_tensors(model, is_alone=size == 1 and own_site is None)
     should_accumulate = partial(is_accumulating, optimizer)
     optimizer = unwrap_optimizer(optimizer)
     check_optimizer(model, optimizer)
@@ -146,9 +180,23 @@ def attach(
             f"attach: the sampler is that of rank {sampler.rank} of {sampler.size}, and this is rank {rank} of {size}"
         )
     profile = _load_profile(network)
-    if store is None:
-        store = env.connect_store(_CONNECT_TIMEOUT_S)
-    buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)
+    if (recorder := LoopRecorder.from_environment(model)) is not None:
+        if sampler is not None or elastic or own_site is not None or needs_closure(optimizer):
+            raise Unsupported(
+                "farflung plan: steps with a sampler, a site, elastic or a closure cannot be recorded"
+            )
+        sink = recorder if sink is None else combine_sinks(sink, recorder)
+    if own_site is None:
+        buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes)
+        store = store or env.connect_store(_CONNECT_TIMEOUT_S)
+    else:
+        buckets = SiteBuckets(
+            model.named_parameters(),
+            parts.bucket_nbytes,
+            site=own_site,
+            should_check_gradients=nonfinite is not None,
+        )
+        store = own_site.select_share(store or own_site.connect_store(env, _CONNECT_TIMEOUT_S))
     runtime = WallRuntime(
         rank,
         size,
@@ -165,6 +213,7 @@ def attach(
             "bucket sizes": [bucket.spec.numel for bucket in buckets.buckets],
             "model": compute_fingerprint(model),
             **describe_optimizer(optimizer),
+            **({} if own_site is None else {"a site's processes": own_site.size}),
         },
         deadline_s=deadline_s,
         is_native=find_collective(parsed_recipe.collective).is_native,
@@ -185,10 +234,11 @@ def attach(
             buckets,
             parts.reducer,
             parts.schedule,
-            seed=seed,
+            seed=seed if own_site is None else derive_seed(seed, "share", own_site.rank),
             optimizer=optimizer,
             on_nonfinite=nonfinite or "stop",
             should_check_gradients=nonfinite is not None,
+            agree=None if own_site is None else own_site.select_first,
         )
         gain = None if sampler is None else sampler.gain
         if gain is not None:
@@ -209,6 +259,7 @@ def attach(
             should_accumulate,
             profile,
             gain,
+            own_site,
         )
         handle.start()
         if elastic and size > 1:
@@ -246,6 +297,7 @@ class Handle:
         is_accumulating: Callable[[], bool] = lambda: False,
         network: NetworkProfile | None = None,
         gain: Gain | None = None,
+        site: Site | None = None,
     ) -> None:
         self._telemetry = None if sink is None else Telemetry(runtime.comm.rank, sink)
         self._last_event_s, self._last_waited_s = 0.0, 0.0
@@ -254,11 +306,13 @@ class Handle:
         self._model, self._optimizer = model, optimizer
         self._runtime, self._buckets, self._engine = runtime, buckets, engine
         self._schedule, self._gain = schedule, gain
-        self._network = network
+        self._network, self._site = network, site
+        self._members: tuple[int, ...] | None = None
+        """Members on which the processes of a site have agreed; ``None`` if those of the engine count."""
         self.is_finished = False
         """True after :meth:`finish`, :meth:`leave` or an error."""
-        self._checks = LoopChecks(model, optimizer, schedule)
-        self._comparison = ReplicaComparison(runtime, engine, buckets.parameters)
+        self._checks = LoopChecks(model, optimizer, schedule, is_sharded=site is not None)
+        self._comparison = ReplicaComparison(runtime, engine, buckets, site)
         self._steps = StepTracker(
             optimizer,
             runtime,
@@ -268,7 +322,8 @@ class Handle:
             checks=self._checks,
             comparison=self._comparison,
             is_accumulating=is_accumulating,
-            on_step=self._report_step,
+            on_step=self._end_step,
+            is_deferred=site is not None,
         )
 
     @property
@@ -278,8 +333,13 @@ class Handle:
 
     @property
     def rank(self) -> int:
-        """Rank of this replica."""
+        """Rank of this replica; of a site, its number."""
         return self._runtime.comm.rank
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Number of this process in its site, and number of processes of the site; (0, 1) without ``site``."""
+        return (0, 1) if self._site is None else (self._site.rank, self._site.size)
 
     @property
     def size(self) -> int:
@@ -293,7 +353,7 @@ class Handle:
         A lost rank leaves the means of exchanges immediately, and this tuple some steps later. A loop can therefore
         draw batch ``members.index(rank)`` of ``size`` at each step, consistently with all other replicas.
         """
-        return self._engine.members
+        return self._engine.members if self._members is None else self._members
 
     @property
     def is_synchronous(self) -> bool:
@@ -307,7 +367,7 @@ class Handle:
 
     @property
     def sent_nbytes(self) -> int:
-        """Number of payload bytes of gradients and updates sent by this replica so far."""
+        """Number of payload bytes of gradients and updates sent by this process so far."""
         return self._engine.sent_nbytes
 
     @property
@@ -331,7 +391,9 @@ class Handle:
         """Broadcasts rank 0's parameters and buffers; tensors that are equal already are not sent."""
         atexit.register(self._abort)
         _active_handles.append(self)
-        tensors = [*self._model.parameters(), *self._model.buffers()]
+        if self._site is not None:
+            self._site.equalize(self._model)
+        tensors = [*map(to_local, self._model.parameters()), *map(to_local, self._model.buffers())]
         indices = self._runtime.drive(find_unequal(self._runtime, tensors, 0, purpose=Purpose.START))
         unequal = [tensors[index] for index in indices]
         self._runtime.drive(broadcast(self._runtime, unequal, 0, network=self._network))
@@ -343,12 +405,14 @@ class Handle:
     def set_weight(self, weight: float) -> None:
         """Sets this replica's weight in the mean from the next backward pass on, such as its share of a full batch.
 
+        All processes of a site call this together, and its weight is their mean.
+
         Raises:
           ConfigError: The weight is negative.
         """
         if weight < 0:
             raise ConfigError(f"weight {weight}: must be 0 or more")
-        self._steps.weight = weight
+        self._steps.weight = weight if self._site is None else self._site.average(weight)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -356,11 +420,12 @@ class Handle:
 
         Synchronous recipes exchange at each backward pass outside, as DistributedDataParallel does. Schedules with
         local steps exchange only when the optimizer steps and do not need this. Pipelined schedules refuse a second
-        pass.
+        pass. In a site, FSDP2 reduces no gradients within the context either.
         """
         self._steps.is_syncing, was_syncing = False, self._steps.is_syncing
         try:
-            yield
+            with nullcontext() if self._site is None else self._site.no_sync(self._model):
+                yield
         finally:
             self._steps.is_syncing = was_syncing
 
@@ -388,6 +453,8 @@ class Handle:
         if self._steps.is_step_open:
             self._steps.end_step(has_updated=False, is_in_pass=False)
         steps = self.step - first
+        if self._site is not None:
+            self._site.check_equal("numbers of steps in join()", steps)
         while self._steps.step_without_data():
             pass
         self._steps.step = first + self._copy_longest_state(steps)
@@ -403,16 +470,20 @@ class Handle:
         """
         from farflung.loop.evaluation import apply_consensus
 
+        self._reshard()
         self._checks.check_no_new_parameters()
         self._steps.end_skipped_step()
         consensus = self._engine.get_consensus_parameters()
         if consensus == {} and self._can_have_diverged and self._comparison.measure_spread(message_part=1):
             consensus = None  # something has changed them since the last exchange
+        if consensus is None and self._site is not None:
+            consensus = self._buckets.unflatten(self._average_weights(Purpose.EVALUATION, 1))
         context = apply_consensus(self._runtime, self._model, self._engine.round_number, consensus)
         self._runtime.drive(context.__aenter__())
         try:
             yield self._model
         finally:
+            self._reshard()
             self._runtime.drive(context.__aexit__(None, None, None))
 
     def state_dict(self) -> State:
@@ -424,6 +495,7 @@ class Handle:
         Raises:
           RunLost: :meth:`finish` was called before.
         """
+        self._reshard()
         self._steps.end_skipped_step()
         exchanges = self._runtime.launch(self._engine.state_dict()).wait()
         persistent = self._model.state_dict().keys()
@@ -437,8 +509,9 @@ class Handle:
             "step": self.step,
             "rank": self.rank,
             "size": self._runtime.comm.size,
+            "share": list(self.share),
             "buckets": self._buckets.layout,
-            "model": {name: tensor.detach().clone() for name, tensor in tensors.items()},
+            "model": {name: to_local(tensor).clone() for name, tensor in tensors.items()},
             "exchanges": exchanges,
         }
 
@@ -451,7 +524,7 @@ class Handle:
         Raises:
           CheckpointError: The state is of another model, rank or number of replicas, or not of a handle.
         """
-        required_keys = {"step", "rank", "size", "buckets", "model", "exchanges"}
+        required_keys = {"step", "rank", "size", "share", "buckets", "model", "exchanges"}
         if missing_keys := required_keys - state.keys():
             raise CheckpointError(f"this is no state of a handle: it lacks {', '.join(sorted(missing_keys))}")
         if (state["rank"], state["size"]) != (self.rank, self._runtime.comm.size):
@@ -459,10 +532,16 @@ class Handle:
                 f"this state is that of rank {state['rank']} of {state['size']}, and this is rank {self.rank} of "
                 f"{self._runtime.comm.size}: each rank keeps and loads its own"
             )
-        tensors: dict[str, Tensor] = {
-            **dict(self._model.named_buffers()),
-            **dict(self._model.named_parameters()),
-        }
+        if tuple(state["share"]) != self.share:
+            (share, count), (own_share, own_count) = state["share"], self.share
+            raise CheckpointError(
+                f"this state is that of share {share} of {count}, and this is share {own_share} of {own_count}: "
+                "torch.distributed.checkpoint can reshard model and optimizer; begin without this state, which loses "
+                "residuals and exchanges in flight, or start as many processes"
+            )
+        self._reshard()
+        named_tensors = itertools.chain(self._model.named_buffers(), self._model.named_parameters())
+        tensors = {name: to_local(tensor) for name, tensor in named_tensors}
         saved_tensors = state["model"]
         if state["buckets"] != self._buckets.layout or any(
             name not in tensors or tensors[name].shape != value.shape for name, value in saved_tensors.items()
@@ -523,8 +602,20 @@ class Handle:
         elif not self.is_finished:
             self._close(error)
 
-    def _report_step(self) -> None:
+    def _average_weights(self, purpose: Purpose, first_part: int) -> list[Tensor]:
+        number = self._engine.round_number
+        return self._runtime.drive(
+            average_weights(self._runtime, self._buckets, number, purpose, first_part=first_part)
+        )
+
+    def _reshard(self) -> None:
+        if self._site is not None:
+            self._site.reshard(self._model)
+
+    def _end_step(self) -> None:
         """Emits the event of a completed step, which lasts from the end of the previous one."""
+        if self._site is not None and self._runtime.elastic is not None:
+            self._members = self._site.intersect(self._engine.members, self._runtime.comm.size)
         if self._telemetry is None:
             return
         begin_s, begin_waited_s = self._last_event_s, self._last_waited_s
@@ -554,9 +645,9 @@ class Handle:
             sum_over_ranks(self._runtime, torch.empty(0), counts, number, purpose=purpose)
         )
         state = self._optimizer.state
-        tensors: list[Tensor] = list(self._model.parameters())
+        tensors: list[Tensor] = [*map(to_local, self._model.parameters())]
         tensors += [
-            value
+            to_local(value)
             for p in list_optimizer_parameters(self._optimizer)
             for _, value in sorted(state.get(p, {}).items())
             if isinstance(value, Tensor)
@@ -579,11 +670,13 @@ class Handle:
         if self._checks.other_optimizer:
             # Sends the change it made since the last step.
             self._runtime.drive(self._engine.finish_round(has_updated=True, should_apply=False))
+        self._reshard()
         number = self._engine.round_number
         self._runtime.drive(self._engine.flush(update))
         if self._can_have_diverged and (spread := self._comparison.measure_spread(message_part=2)):
-            parameters = [p.detach() for p in self._buckets.parameters]
-            self._runtime.drive(average(self._runtime, parameters, number, Purpose.COMPARISON, first_part=3))
+            weights = self._average_weights(Purpose.COMPARISON, 3)
+            for bucket, mean in zip(self._buckets, weights, strict=True):
+                bucket.load_weights(mean)
             if spread > SPREAD_TOLERANCE and not self._checks.has_warned:
                 self._checks.warn_once(
                     "finish",
@@ -595,7 +688,7 @@ class Handle:
         if not self._schedule.is_gradient_only and (
             state := collect_eval_state(self._optimizer, self._buckets.parameters)
         ):
-            self._runtime.drive(average(self._runtime, state, number, Purpose.MOMENTS))
+            self._runtime.drive(average(self._runtime, [*map(to_local, state)], number, Purpose.MOMENTS))
         if self._runtime.elastic is not None:
             self._runtime.drive(self._runtime.elastic.finish(number))
 
@@ -607,6 +700,8 @@ class Handle:
         if self in _active_handles:
             _active_handles.remove(self)
         self._steps.remove_hooks()
+        if self._site is not None and error is None:
+            self._site.close()
         if error is None and self.size > 1:
             _warn_on_later_step(self._optimizer, self.rank)
         self._runtime.close(error)

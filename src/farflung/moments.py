@@ -19,6 +19,7 @@ __all__ = [
     "get_momentum",
     "get_optimizer_name",
     "is_predictable",
+    "is_separable",
 ]
 
 
@@ -97,6 +98,12 @@ def drop_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Paramet
     """Removes the optimizer's state of parameters, so that it starts afresh."""
     for p in parameters:
         optimizer.state.pop(p, None)
+
+
+def is_separable(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if a step is known to change each parameter by its own gradient and state alone."""
+    is_known = type(optimizer).__module__.startswith(("torch.optim.", "farflung.optimizers"))
+    return is_known and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def is_predictable(optimizer: torch.optim.Optimizer) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from farflung._torch import get_current_node, get_graph_task_id, queue_backward_callback
 from farflung.attach_checks import format_names, list_optimizer_parameters
+from farflung.comm import Purpose
 from farflung.engine import Engine, GradientBuckets, StepMetadata
-from farflung.engine.averaging import compute_sketch, estimate_max_divergence
-from farflung.errors import ConfigError, RunLost, Unsupported
+from farflung.engine.averaging import compute_sketch, estimate_max_divergence, gather_steps
+from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.moments import get_optimizer_name
+from farflung.sites import Site
 from farflung.types import Schedule
 from farflung.wall import WallRuntime
 
@@ -39,10 +42,13 @@ class BackwardPass:
     Args:
       buckets: Buckets whose lock callbacks take.
       on_end: Called when the outermost task ends.
+      is_deferred: True to call it after callbacks that others queue in the pass; in its own FSDP2 reduces gradients.
     """
 
-    def __init__(self, buckets: GradientBuckets, on_end: Callable[[], None]) -> None:
-        self._lock, self._on_end = buckets.lock, on_end
+    def __init__(
+        self, buckets: GradientBuckets, on_end: Callable[[], None], *, is_deferred: bool = False
+    ) -> None:
+        self._lock, self._on_end, self._is_deferred = buckets.lock, on_end, is_deferred
         self._tasks: dict[int, weakref.ref[_TaskEndCallback] | None] = {}
         """Tasks by id; ``None`` for a task that has ended."""
 
@@ -60,7 +66,7 @@ class BackwardPass:
             return False
         end = _TaskEndCallback(self._handle_task_end, task)
         self._tasks[task] = weakref.ref(end)
-        queue_backward_callback(end)
+        queue_backward_callback(partial(queue_backward_callback, end) if self._is_deferred else end)
         return True
 
     def _handle_task_end(self, task: int) -> None:
@@ -97,14 +103,23 @@ class LoopChecks:
       model: Model that the loop trains.
       optimizer: Attached optimizer.
       schedule: Schedule of the exchanges.
+      is_sharded: True if FSDP2 may replace parameters by gathered ones, so that new ones are known by name only.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        *,
+        is_sharded: bool = False,
+    ) -> None:
         self.other_optimizer = ""
         """Class name of another optimizer that has stepped on the same parameters since the attached one."""
         self._model, self._optimizer, self._schedule = model, optimizer, schedule
         parameters = list(model.named_parameters())
         self._parameter_ids = {id(p) for _, p in parameters}
+        self._known_names = {name for name, _ in parameters} if is_sharded else set()
         self._frozen_parameters = [(name, p) for name, p in parameters if not p.requires_grad]
         self._num_optimizer_params = len(list_optimizer_parameters(optimizer))
         self._issued_warnings: set[str] = set()
@@ -129,7 +144,7 @@ class LoopChecks:
         if names := [
             name
             for name, p in self._model.named_parameters()
-            if p.requires_grad and id(p) not in self._parameter_ids
+            if p.requires_grad and id(p) not in self._parameter_ids and name not in self._known_names
         ]:
             raise ConfigError(
                 f"the model has parameters that were made after attach(), unlike on each rank: {format_names(names)}; "
@@ -199,13 +214,33 @@ class ReplicaComparison:
     Args:
       runtime: Runtime of the replica.
       engine: Engine whose rounds number the messages.
-      parameters: Trainable parameters.
+      buckets: Buckets of the parameters.
+      site: Site that compares its shares together, if any.
     """
 
-    def __init__(self, runtime: WallRuntime, engine: Engine, parameters: list[nn.Parameter]) -> None:
+    def __init__(
+        self, runtime: WallRuntime, engine: Engine, buckets: GradientBuckets, site: Site | None = None
+    ) -> None:
         self.has_diverged = False
         """True if replicas were found to differ although they should be equal."""
-        self._runtime, self._engine, self._parameters = runtime, engine, parameters
+        self._runtime, self._engine, self._buckets, self._site = runtime, engine, buckets, site
+        self._has_equal_steps = False
+
+    def check_steps(self, step: int) -> None:
+        """Checks once that all replicas start from one step, also from checkpoints that each has loaded for itself.
+
+        Raises:
+          CheckpointError: They do not; names the step of each rank.
+        """
+        if self._has_equal_steps or len(self._engine.members) == 1:
+            return
+        steps = self._runtime.drive(gather_steps(self._runtime, step, 1, purpose=Purpose.START))
+        if len({*steps.values()}) > 1:
+            listed = ", ".join(f"rank {rank} at step {other}" for rank, other in steps.items())
+            raise CheckpointError(
+                f"replicas start from different steps, {listed}: load checkpoints of one step"
+            )
+        self._has_equal_steps = True
 
     def compare(self, *, is_compared: bool) -> float:
         """Compares replicas that should be equal, at growing intervals; returns their relative distance."""
@@ -223,17 +258,18 @@ class ReplicaComparison:
           message_part: Part number of the messages, unlike for each use in a round.
           is_compared: False if this replica's parameters do not count, for lack of data.
         """
-        if len(self._engine.members) == 1:
-            return 0.0
-        return self._runtime.drive(
-            estimate_max_divergence(
-                self._runtime,
-                self._parameters,
-                self._engine.round_number,
-                part=message_part,
-                should_contribute=is_compared,
+        spread = 0.0
+        if len(self._engine.members) > 1:
+            spread = self._runtime.drive(
+                estimate_max_divergence(
+                    self._runtime,
+                    self._buckets.tensors,
+                    self._engine.round_number,
+                    part=message_part,
+                    should_contribute=is_compared,
+                )
             )
-        )
+        return spread if self._site is None else self._site.reduce([spread])[0]
 
 
 class StepTracker:
@@ -252,6 +288,7 @@ class StepTracker:
       comparison: Comparison of the replicas.
       is_accumulating: Returns True if the loop accumulates this pass without a step.
       on_step: Called after each step.
+      is_deferred: See :class:`BackwardPass`.
     """
 
     def __init__(
@@ -266,6 +303,7 @@ class StepTracker:
         comparison: ReplicaComparison,
         is_accumulating: Callable[[], bool],
         on_step: Callable[[], None],
+        is_deferred: bool = False,
     ) -> None:
         self.step = 0
         """Number of optimizer steps so far, including those that a ``GradScaler`` skipped."""
@@ -278,7 +316,7 @@ class StepTracker:
         self._optimizer, self._runtime, self._buckets, self._engine = optimizer, runtime, buckets, engine
         self._schedule, self._checks, self._comparison = schedule, checks, comparison
         self._is_accumulating, self._on_step = is_accumulating, on_step
-        self._pass = BackwardPass(buckets, self._finish_backward)
+        self._pass = BackwardPass(buckets, self._finish_backward, is_deferred=is_deferred)
         self._passes = 0
         """Number of backward passes before the current one since the optimizer's last step."""
         self._empty_passes = 0
@@ -365,7 +403,7 @@ class StepTracker:
             if self._engine.is_round_open:
                 self._runtime.drive(self._engine.finish_round(has_updated=False, should_apply=False))
         elif not is_kept:
-            sums = compute_sketch(self._buckets.parameters)
+            sums = compute_sketch(self._buckets.tensors)
             if self._sketch_of_open_step is not None and not torch.equal(sums, self._sketch_of_open_step):
                 raise Unsupported(
                     self._checks.describe_missing_step("takes no step, while parameters change")
@@ -387,6 +425,7 @@ class StepTracker:
     def begin_round(self, *, has_data: bool = True) -> None:
         """Plans the exchanges of a backward pass."""
         number = self._engine.round_number
+        self._comparison.check_steps(self.step)
         if not number & (number - 1):
             self._checks.check_no_new_parameters()
         if self._schedule.is_gradient_only:
@@ -406,6 +445,8 @@ class StepTracker:
 
     def _handle_step(self) -> None:
         if self._is_stepping_optimizer or not (self.is_step_open or self._has_gradients()):
+            return
+        if not self.is_step_open and self._is_null_step():
             return
         self._has_stepped = None if self._has_stepped is None else True
         if not self._has_exchanged:  # otherwise the backward pass has checked them
@@ -428,6 +469,11 @@ class StepTracker:
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for p in list_optimizer_parameters(self._optimizer))
+
+    def _is_null_step(self) -> bool:
+        """Returns True for a step by which torch creates an optimizer's state, with rate 0 and zero gradients."""
+        has_rate = any(group.get("lr", 1.0) for group in self._optimizer.param_groups)
+        return not has_rate and not self._buckets.has_nonzero_gradients()
 
     def end_skipped_step(self) -> None:
         """Ends a step that the loop skipped, as a GradScaler does; a step with finite gradients stays open."""
@@ -468,7 +514,7 @@ class StepTracker:
     def step_without_data(self) -> bool:
         """Takes part in a step without data; returns True if any replica had data."""
         self.begin_round(has_data=False)
-        self._buckets.fill_zeros(self._engine.handle_bucket)
+        self._buckets.run_backward(None, self._engine.handle_bucket)
         has_gradient = self._runtime.drive(self._engine.merge_gradients())
         outcome = self._runtime.drive(self._engine.finish_round(has_updated=has_gradient))
         self.step += 1

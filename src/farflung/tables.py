@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, UnknownName
 from farflung.files import load_toml
 
 __all__ = ["Readers", "Table", "load_table"]
@@ -117,9 +117,7 @@ class Table:
         """
         unknown = sorted(self._content.keys() - self._known_keys)
         if unknown:
-            raise ConfigError(
-                f"{self.location}: unknown key {unknown[0]!r}; known: {', '.join(sorted(self._known_keys))}"
-            )
+            raise ConfigError(f"{self.location}: {UnknownName('key', unknown[0], self._known_keys)}")
         try:
             return factory()
         except ConfigError as error:

@@ -42,7 +42,7 @@ from tests.refusals import refuse
             "--interface, --port, --advertise, --keys and --connections are for several",
         ),
         (["train", "--device", "cuda"], "--device cuda: "),
-        (["simulate", "--network", "nowhere"], "unknown network profile 'nowhere'"),
+        (["simulate", "--network", "nowhere"], "unknown network 'nowhere'"),
     ],
 )
 def test_nothing_is_said_before_a_refusal(
@@ -74,8 +74,11 @@ def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--workload", "fashion-mnist/ccn"], "unknown workload 'fashion-mnist/ccn'; known: "),
-        (["--codec", "truncate15"], "unknown codec 'truncate15'; known: "),
+        (
+            ["--workload", "fashion-mnist/ccn"],
+            "unknown workload 'fashion-mnist/ccn'; did you mean fashion-mnist/cnn?\n",
+        ),
+        (["--codec", "truncate15"], "unknown codec 'truncate15'; did you mean truncate16?\n"),
         (["--codec", "truncate16(bits=3)"], "codec 'truncate16(bits=3)': "),
         (["--codec", "topk(densty=0.1)"], "'densty'; did you mean density? topk takes density=0.01\n"),
         (
@@ -104,10 +107,10 @@ def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixtur
             "delayed averages replicas, and there is one: use --workers 2",
         ),
         (["--codec", "error_feedback(error_feedback(topk))"], "keeps the same residual twice: use one"),
-        (["--out", ""], "--out: no type matching PATH could be instantiated from ['']"),
+        (["--out", ""], "--out: must be PATH, not ''; see farflung train --help"),
         (["--replay", "."], ".: cannot be read (Is a directory)"),
-        (["--steps", "many"], "--steps"),
-        (["--stepps", "3"], "--stepps"),
+        (["--steps", "many"], "--steps: must be INT, not 'many'; see farflung train --help\n"),
+        (["--stepps", "3"], "Unrecognized options: --stepps, 3; did you mean --steps?\n"),
         (["--learning-rate", "-1"], "--learning-rate -1.0: must be a number above 0"),
         (["--momentum", "1"], "--momentum 1.0: must be in [0, 1)"),
         (

@@ -125,7 +125,7 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
         (["--recipes", "ring(int8)"], "recipe 'ring(int8)': write it as name or name(setting=value)"),
         (
             ["--recipes", "ring(workers=3)"],
-            "recipe 'ring(workers=3)': cannot change 'workers'; it can change: ",
+            "recipe 'ring(workers=3)': unknown setting 'workers'; ",
         ),
         (
             ["--recipes", "ring(steps=many)"],

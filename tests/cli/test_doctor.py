@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -72,12 +73,35 @@ def test_an_openssl_that_encrypts_slowly_is_named(
     assert ("twice as fast" in encryption) == is_slow
 
 
+def test_a_machine_that_cannot_reach_itself_is_told_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_connection(*address: object, **options: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", refuse_connection)
+    assert main(["doctor"]) == 1
+    assert "127.0.0.1: not reached: Network is unreachable; " in capsys.readouterr().err
+
+
 def test_the_address_is_that_on_the_way_to_the_master(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["machine"]["messages and gloo use"] == "127.0.0.1 to localhost"
+
+
+def test_it_says_which_site_this_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FARFLUNG_SITE", "1/3@localhost:29400")
+    assert main(["doctor", "--json"]) == 0
+    machine = json.loads(capsys.readouterr().out)["machine"]
+    assert machine["site"] == "1 of 3, which meet at localhost:29400"
+    assert machine["messages and gloo use"] == "127.0.0.1 to localhost"
+    monkeypatch.setenv("FARFLUNG_SITE", "1 of 3")
+    assert "FARFLUNG_SITE is '1 of 3'" in refuse(capsys, "doctor")
 
 
 def test_a_peer_is_reached_in_both_directions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,7 @@ def test_a_silent_server(
 
 def test_a_name_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     said = refuse(capsys, "data", "fetch", "cifar10")
-    assert "unknown data set 'cifar10'; known: " in said
+    assert "unknown data set 'cifar10'; did you mean cifar-10?" in said
     assert "cifar-10" in said
 
 

@@ -13,8 +13,10 @@ from typing import IO, Any
 import pytest
 import torch
 
+from farflung.cli.train import announce_rank
 from farflung.state_trees import load_tree
 from farflung.telemetry import read_events
+from farflung.wall import LaunchEnv
 from tests.covering import thorough
 from tests.forks import Fork, farflung, ran
 from tests.listening import listening
@@ -65,6 +67,24 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     out = tmp_path_factory.mktemp("train") / "whole"
     options = [*SETTINGS, "--steps", "30", "--checkpoint-every", "10", "--json", "--out", str(out)]
     return out, json.loads(ran("train", "--workload", "synthetic/quadratic", *options))
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "quiet", "says"),
+    [
+        (1, 0, False, "rank 1 of 4 has joined; progress is shown on rank 0\n"),
+        (1, 0, True, ""),
+        (3, 1, False, ""),
+    ],
+)
+def test_another_machine_says_once_that_it_has_joined(
+    capsys: pytest.CaptureFixture[str], rank: int, local_rank: int, quiet: bool, says: str
+) -> None:
+    env = LaunchEnv(rank, 4, local_rank, 2)
+    for event in ("hello", "begin", "step"):
+        announce_rank(env, {"event": event, "rank": rank}, quiet=quiet)
+        announce_rank(env, {"event": event, "rank": 0}, quiet=quiet)
+    assert capsys.readouterr().err == says
 
 
 def test_a_worker_that_hangs_is_named(tmp_path: Path) -> None:

@@ -75,11 +75,11 @@ COORDINATOR = [
     ("--at here", "'here': an address is HOST:PORT"),
     ("--at 999.1.1.1:1", "999.1.1.1:1: unknown host"),
     ("--keys absent", "--keys absent: no such folder; make it with: farflung keys absent"),
-    ("--test mnist", "unknown data 'mnist'; known: a file ending in .npz, a9a, covtype"),
+    ("--test mnist", "unknown data 'mnist'; known: a9a, covtype, or a file ending in .npz"),
     ("--folder /dev/null", "/dev/null: a file: a run is kept in a folder"),
 ]
 DEVICE = [
-    ("--data mnist", "unknown data 'mnist'; known: a file ending in .npz, a9a, covtype"),
+    ("--data mnist", "unknown data 'mnist'; known: a9a, covtype, or a file ending in .npz"),
     ("--data absent.npz", "absent.npz: cannot be read (No such file or directory)"),
     ("--data text.npz", "text.npz: not a file of arrays"),
     ("--data bare.npz", "bare.npz: it has no array 'y'; arrays x and y are due"),

@@ -137,6 +137,26 @@ def test_every_message_arrives_once_over_any_number_of_connections(
             assert alike == sorted(alike)
 
 
+@pytest.mark.parametrize(
+    ("plan", "order"),
+    [
+        (((4.5, 2), (3.75, 1)), [0, 1]),  # two and a half pieces are left of the first
+        (((4.5, 2), (1.5, 1)), [1, 0]),
+        (((4.5, 2), (3.75, 1), (1.5, 0)), [2, 1, 0]),  # what has been interrupted is overtaken by both
+    ],
+)
+def test_only_shorter_messages_overtake_the_rest_of_one_that_is_leaving(
+    plan: tuple[tuple[float, int], ...], order: list[int]
+) -> None:
+    pipe = Pipe()
+    for name, (pieces, priority) in enumerate(plan):
+        pipe.sender.put(frames_of(large(name, pieces), tag(name)), priority, 0)
+        if not name:
+            pipe.send()
+            pipe.send()
+    assert [one.tag.exchange for one in pipe.all()] == order
+
+
 def test_the_urgent_overtake_the_rest_of_what_is_under_way() -> None:
     pipe = Pipe()
     slow = pipe.sender.put(frames_of(large(1, 6)), 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,6 +61,28 @@ def test_buckets_are_ready_with_their_layers() -> None:
     assert device.compute_ready_fractions([0, 1], []) == [0.5, 1.0]
     assert DeviceProfile().compute_ready_fractions([2, 0, 1], [1, 1, 1]) == [1 / 3, 2 / 3, 1.0]
     assert DeviceProfile(layers=(LayerProfile(3, 1.0, 0.0),)).compute_ready_fractions([0], [3]) == [0.0]
+
+
+def test_when_a_bucket_is_used() -> None:
+    layers = (LayerProfile(4, 0.5, 1.0), LayerProfile(0, 0.25, 0.5), LayerProfile(6, 1.25, 2.5))
+    device = DeviceProfile(layers=layers)
+    # Buckets are numbered from the output side, and used in the order that is given.
+    assert device.compute_use_fractions([1, 0], Cost("forward", 3, (6, 4))) == [0.0, 0.75 / 2]
+    assert device.compute_use_fractions([1, 0], Cost("forward", 3, (7, 3))) == [
+        0.0,
+        0.0,
+    ]  # with its first layer
+    assert device.compute_use_fractions([2, 1, 0], Cost("forward", 3, (3, 3, 4))) == [0.0, 0.375, 0.375]
+    # Never before one that is used earlier.
+    assert device.compute_use_fractions([0, 1], Cost("forward", 3, (6, 4))) == [0.375, 0.375]
+    # What a step takes otherwise comes first.
+    slow = replace(device, step_s=2.0)
+    assert slow.compute_use_fractions([1, 0], Cost("forward", 1, (6, 4))) == [0.5, 2.75 / 4]
+    assert DeviceProfile(forward_s=1.0).compute_use_fractions([2, 0], Cost("forward", 1, (1, 1, 1))) == [
+        0.0,
+        0.5,
+    ]
+    assert DeviceProfile().compute_use_fractions([0], Cost("forward", 1)) == [0.0]
 
 
 def test_layers_of_another_model() -> None:

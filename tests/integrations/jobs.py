@@ -69,3 +69,22 @@ def example(rank: int, size: int, store: dist.Store, *, name: str, port: int, ar
     if "accelerate" in sys.modules:
         importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
     return list(found)
+
+
+def example_in_site(
+    rank: int,
+    size: int,
+    store: dist.Store,
+    *,
+    name: str,
+    ports: list[int],
+    folder: str,
+    args: list[str],
+    half: str,
+) -> list[float]:
+    """Runs an example in one of the sites of two processes that meet at the last port; from a checkpoint if named."""
+    site, share = divmod(rank, 2)
+    os.environ["FARFLUNG_SITE"] = f"{site}/{size // 2}@127.0.0.1:{ports[-1]}"
+    own = Path(folder, str(site))
+    args = [*args, "--folder", str(own), *(["--resume", str(next(own.glob(half)))] if half else [])]
+    return example(share, 2, store, name=name, port=ports[site], args=args)

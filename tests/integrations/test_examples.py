@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,34 @@ def test_the_trainer_of_transformers_takes_the_files_of_its_checkpoint(pool: Poo
     for own in half.glob("farflung-*"):
         own.unlink()
     assert ran(pool, "with_transformers.py", *options, "--resume", str(half)) == left_alone != whole
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "options"),
+    [
+        ("with_lightning.py", "*step=10.ckpt", ["--batch-size", "80"]),
+        ("with_transformers.py", "checkpoint-10", []),
+    ],
+)
+def test_a_trainer_is_one_site_of_several(
+    pool: Pool, tmp_path: Path, name: str, half: str, options: list[str]
+) -> None:
+    """Two sites with the same data train as one of them would; they go on from files of their own."""
+    pytest.importorskip(name.removeprefix("with_").removesuffix(".py"))
+    options = ["--recipe", "synchronous", *options]
+
+    def sited(half: str) -> list[float]:
+        with ExitStack() as probes:
+            servers = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+            ports = [server.getsockname()[1] for server in servers]
+        job = "tests.integrations.jobs.example_in_site"
+        ends = pool.run(4, job, name=name, ports=ports, folder=str(tmp_path), args=options, half=half)
+        assert ends == [ends[0]] * 4
+        return list(ends[0])
+
+    whole = sited("")
+    assert whole == pytest.approx(ran(pool, name, *options, "--folder", str(tmp_path / "alone")), abs=1e-5)
+    assert sited(half) == pytest.approx(whole, abs=1e-6)
 
 
 def test_accelerate(pool: Pool) -> None:

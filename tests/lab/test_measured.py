@@ -160,7 +160,7 @@ def test_train_needs_no_dashes() -> None:
         ([], "no command"),
         (["--", "no-such-program-here"], "no such program"),
         (["--nodes", "0", "--", "true"], "--nodes 0"),
-        (["--network", "nowhere", "--", "true"], "unknown network profile"),
+        (["--network", "nowhere", "--", "true"], "unknown network"),
         (["--faults", "nowhere.toml", "--", "true"], "nowhere.toml"),
     ],
 )

@@ -17,8 +17,11 @@ LIMIT_S = 120.0
 pytestmark = [pytest.mark.lab, pytest.mark.thorough, pytest.mark.timeout(2 * LIMIT_S)]
 
 
-def test_a_control_message_overtakes_4_mb_at_10_mbit() -> None:
-    command = [sys.executable, "-m", "tests.lab.urgent_job"]
+@pytest.mark.parametrize(
+    "what", [[], ["buckets"]], ids=["a control message", "a bucket that is needed first"]
+)
+def test_what_is_urgent_overtakes_4_mb_at_10_mbit(what: list[str]) -> None:
+    command = [sys.executable, "-m", "tests.lab.urgent_job", *what]
     reads, writes = os.pipe()
     with Lab(NetworkProfile.create_uniform(Link(0.02, 10e6), 2), 2) as lab:
         lab.start(0, command, dict(os.environ))

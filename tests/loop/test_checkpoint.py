@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -89,9 +90,14 @@ def test_tensors_of_every_kind_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", state_trees._DTYPE_NAMES)
 def test_files_are_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Also of an odd number of bytes before wider ones."""
+    """Numbers lie at multiples of their size, so that a reader may map them: also an odd number of narrow ones."""
     tensors = {"a": torch.tensor([1, 0, 1]).to(dtype), "b": torch.ones(3), "c": torch.zeros(2, 0)}
     save_tree(tmp_path / "tree", tensors)
+    content = (tmp_path / "tree").read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    for name, tensor in tensors.items():
+        assert (begin + header[name]["data_offsets"][0]) % tensor.itemsize == 0
     assert same_tree(load_file(tmp_path / "tree"), tensors)
     assert same_tree(load_tree(tmp_path / "tree"), tensors)
 

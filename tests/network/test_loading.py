@@ -140,7 +140,7 @@ def test_a_trace_in_a_file(tmp_path: Path) -> None:
         (
             "bandwidth_bps = 20e6",
             "bandwith_bps = 20e6",
-            "link from office to field: unknown key 'bandwith_bps'; known: ",
+            "link from office to field: unknown key 'bandwith_bps'; did you mean bandwidth_bps?",
         ),
         ('"cubic"', '"vegas"', "congestion = 'vegas': must be one of bbr, cubic, reno"),
         ('"cubic"', "1", "congestion = 1: must be a string"),

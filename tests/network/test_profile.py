@@ -319,7 +319,7 @@ def test_by_name(name: str) -> None:
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(UnknownName, match=r"unknown network profile 'wifi'; known: .*a file ending in .toml"):
+    with pytest.raises(UnknownName, match=r"unknown network 'wifi'; known: .*, or a file ending in .toml"):
         find_network("wifi")
 
 

@@ -15,7 +15,7 @@ import pytest
 import farflung
 from farflung.cli import report as command
 from farflung.cli.main import main
-from farflung.report import ReportedRun, build_report_data, render_report_page
+from farflung.report import ReportedRun, build_report_data, render_report_page, shorten_names
 from farflung.runs import Run
 from farflung.telemetry import Event
 from tests.web import running
@@ -95,11 +95,9 @@ def test_values_are_those_of_telemetry_and_summary(run: Run, tmp_path: Path) -> 
     assert len(bars["rows"]) == 3
     (flight,) = figures(data, "Staleness").values()
     assert flight["lines"][0]["y"] == [event["in_flight"] for event in steps]
-    assert ["duration, simulated", f"{run.summary['duration_s']:.3g} s"] in figures(data, "Results")[""][
-        "rows"
-    ]
+    assert ["duration", f"{run.summary['duration_s']:.3g} s"] in figures(data, "Results")[""]["rows"]
     assert ["network", "wifi-10mbps"] in figures(data, "Settings")[""]["rows"]
-    assert "times of" in data["simulated"]
+    assert data["simulated"] == "All times are simulated; what was learned is real."
 
 
 def test_last_steps_and_exchanges_lie_where_telemetry_has_them(run: Run, tmp_path: Path) -> None:
@@ -137,7 +135,10 @@ def test_several_runs_stand_beside_each_other(run: Run, tmp_path: Path) -> None:
     data = data_of(written(tmp_path / "a.html", run.folder, real.folder))
     table = figures(data, "Results")[""]
     rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
-    for one, title in ((run, f"{run.folder} (simulated)"), (real, str(real.folder))):
+    assert data["runs"] == [*rows]
+    assert data["simulated"].startswith("Times of runs marked (simulated) are")
+    for one, title in zip((run, real), rows, strict=True):
+        assert title.endswith("(simulated)") == one.is_simulated
         found = rows[title]
         assert found["test score"] == one.summary["final_accuracy"]
         assert found["test loss"] == one.summary["final_loss"]
@@ -146,7 +147,9 @@ def test_several_runs_stand_beside_each_other(run: Run, tmp_path: Path) -> None:
         assert found["duration (s)"] == one.summary["duration_s"]
         assert found["state"] == "ended"
     lines = figures(data, "What was learned")["Test score"]["lines"]
-    assert [line["name"] for line in lines] == [*rows]
+    assert [(line["name"], line["run"]) for line in lines] == [
+        (name, place) for place, name in enumerate(rows)
+    ]
     (pair,) = figures(data, "Measured beside simulated").values()
     beside = {row[0]: row[1:] for row in pair["rows"]}
     seconds = [real.summary["duration_s"], run.summary["duration_s"]]
@@ -156,9 +159,55 @@ def test_several_runs_stand_beside_each_other(run: Run, tmp_path: Path) -> None:
     ]
     settings = figures(data, "Settings")["Those that differ come first"]["rows"]
     assert ["steps", 40, 6] in settings[:10]
-    processes = figures(data, "Machine")[f"Where it ran, {real.folder}"]
+    processes = figures(data, "Machine")[f"Where it ran, {[*rows][1]}"]
     assert (processes["columns"][0], len(processes["rows"])) == ("rank", 3)
     assert any("torch" in str(cell) for cell in processes["rows"][0])
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["runs/a-ring-seed-0", "runs/a-int8-seed-0"], ["ring", "int8"]),
+        (["runs/ring-wifi-0", "runs/ring-int8-wifi-0"], ["ring", "ring-int8"]),
+        (["runs/ring-wifi"], ["runs/ring-wifi"]),
+        (["ring", "int8"], ["ring", "int8"]),
+    ],
+)
+def test_names_lose_what_all_share(names: list[str], short: list[str]) -> None:
+    assert shorten_names(names) == short
+
+
+def scored(*scores: float) -> dict[int, list[Event]]:
+    """A run with an evaluation each second."""
+    events = [begin(0), *(step(0, number) for number in range(len(scores)))]
+    return {
+        0: events + [
+            {"event": "evaluation", "rank": 0, "t": at + 1.0, "step": at + 1, "loss": 1.0, "bytes_sent": 1,
+             "accuracy": score, "duration_s": 0.0}
+            for at, score in enumerate(scores)
+        ]
+    }  # fmt: skip
+
+
+def test_runs_are_compared_by_the_time_to_what_all_reached() -> None:
+    scores = {"slow": (0.25, 0.5, 0.5, 0.75), "fast": (0.5, 0.8, 0.7, 0.9)}
+    data = build_report_data([ReportedRun(name, {}, scored(*each)) for name, each in scores.items()])
+    table = figures(data, "Results")[""]
+    assert table["columns"][:3] == ["run", "time to 0.75 (s)", "speed-up over the slowest"]
+    assert [row[:3] for row in table["rows"]] == [["slow", 4.0, 1.0], ["fast", 2.0, 2.0]]
+
+
+def test_runs_without_an_evaluation_have_no_time_to_it() -> None:
+    runs = [ReportedRun("one", {}, scored(0.5)), ReportedRun("other", {}, scored())]
+    table = figures(build_report_data(runs), "Results")[""]
+    assert not any("time to" in column for column in table["columns"])
+
+
+@pytest.mark.parametrize(("scores", "word"), [([0.25, 0.5], "accuracy"), ([0.25, -1.0], "score")])
+def test_the_score_has_its_own_word(scores: list[float], word: str) -> None:
+    data = data_for(scored(*scores))
+    assert figures(data, "What was learned")[f"Test {word}"]["label"] == word
+    assert f"test {word}" in figures(data, "Results")[""]["columns"]
 
 
 def test_members_of_an_elastic_run(tmp_path: Path) -> None:
@@ -170,7 +219,7 @@ def test_members_of_an_elastic_run(tmp_path: Path) -> None:
     found = figures(data_of(written(tmp_path / "a.html", tmp_path / "run")), "Members")
     (line,) = found["Members at each step"]["lines"]
     assert (line["step"], line["y"]) == ([*range(8)], [3] * 4 + [2] * 4)
-    views = found[f"Views of {tmp_path / 'run'} (simulated)"]
+    views = found[f"Views of {tmp_path / 'run'}"]
     (row,) = [dict(zip(views["columns"], row, strict=True)) for row in views["rows"]]
     assert (row["members"], row["lost"], row["joined"], row["steps made again"]) == ([0, 2], [1], [], [3])
 
@@ -199,7 +248,7 @@ def test_a_rank_that_has_joined_has_the_clock_of_the_others(last: int, until: in
     results = figures(data, "Results")[""]
     row = dict(zip(results["columns"], results["rows"][0], strict=True))
     assert row["duration (s)"] == newest + 1.0
-    (score,) = figures(data, "What was learned")["Test score"]["lines"]
+    (score,) = figures(data, "What was learned")["Test accuracy"]["lines"]
     assert score["t"] == [7.0]
 
 
@@ -341,12 +390,13 @@ def test_a_browser_shows_it_in_both_themes(run: Run, tmp_path: Path, theme: str,
     assert f'data-theme="{theme}"' in dom
     said = words(dom)
     score = [event for event in run.events[0] if event["event"] == "evaluation"][-1]
-    assert f"40 {score['t']:.6g} {score['bytes_sent']:,} {score['accuracy']:.6g}" in said
-    assert f"duration, simulated {run.summary['duration_s']:.3g} s" in said
+    assert f"40 {score['t']:.3g} {score['bytes_sent']:,} {score['accuracy']:.3g}" in said
+    assert f"duration {run.summary['duration_s']:.3g} s" in said
     charts = [
         figure for one in data_of(dom)["sections"] for figure in one["figures"] if figure["kind"] == "chart"
     ]
     assert dom.count("<canvas") == len(charts) == 5
+    assert dom.count('<div class="chips">') == 1
     assert re.search(r"<rect [^>]*><title>rank 2, step 39: wait for exchange, [\d.]+ s</title></rect>", dom)
 
 
@@ -362,9 +412,9 @@ def test_a_browser_shows_runs_without_a_step_and_with_one(tmp_path: Path) -> Non
 def test_a_browser_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [begin(0), step(0, 0)]
 
-    def grown(folders: object, *, live: bool = False) -> dict[str, Any]:
+    def grown(folders: object, *, is_live: bool = False) -> dict[str, Any]:
         events.append(step(0, len(events) - 1, mean_loss=0.125))
-        return build_report_data([ReportedRun("run", {"steps": 9}, {0: events})], is_live=live)
+        return build_report_data([ReportedRun("run", {"steps": 9}, {0: events})], is_live=is_live)
 
     monkeypatch.setattr(command, "load_report_data", grown)
     with running(command.PageServer(tmp_path, 0)) as server:

@@ -59,10 +59,18 @@ def test_every_figure_has_its_row() -> None:
 
 
 def test_a_run_that_was_stopped_and_simulated_says_so() -> None:
-    rows = dict(rendered(summary={**SUMMARY.to_json(), "stopped": True}, is_simulated=True))
+    summary = {**SUMMARY.to_json(), "stopped": True}
+    assert (
+        str(render_summary_table(summary, title="ring", is_simulated=True).title) == "ring; simulated times"
+    )
+    rows = dict(rendered(summary=summary, is_simulated=True))
     assert rows["steps"] == "1,000, stopped early"
-    assert rows["duration, simulated"] == "1:23:45"
-    assert rows["compute, simulated"] == "0:33:20   40.0 %"
+    assert rows["duration"] == "1:23:45"
+
+
+def test_a_run_that_was_stopped_before_its_first_evaluation_says_so() -> None:
+    rows = dict(rendered(summary={**SUMMARY.to_json(), "stopped": True, "final_accuracy": None}))
+    assert rows["test accuracy"] == "not evaluated yet"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from farflung.cli.main import main
 from farflung.errors import BadInput, ConfigError, StorageError
 from farflung.files import drop_partial_line, lock_folder, write_text
 from farflung.runs import Run, simulate, watch_stop_signals
+from farflung.runs.preparing import name_run_folder
 from farflung.telemetry import JsonLinesSink
 from tests.forks import farflung
 from tests.refusals import refuse
@@ -43,6 +44,25 @@ def test_runs_of_one_second_have_folders_of_their_own(
 
 
 @pytest.mark.parametrize("command", ["resume", "out"])
+def test_a_folder_is_named_after_what_was_changed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["--workload", "synthetic/quadratic", "--steps", "1", "--workers", "2", "--quiet"]
+    assert main(["simulate", *small, "--codec", "topk(density=0.5)"]) == 0
+    assert len([*tmp_path.glob("runs/synthetic-quadratic-synchronous-codec=topk-density=0.5-lan-1g-2*")]) == 1
+    assert len(name_run_folder("quadratic, " + "long(er)" * 100).name) < 160
+
+
+def test_names_of_folders_are_quoted_for_the_shell(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "lauf 1"
+    small = ["--workload", "synthetic/quadratic", "--steps", "1", "--workers", "2", "--quiet"]
+    assert main(["simulate", *small, "--out", str(out)]) == 0
+    assert f"farflung report '{out}'" in capsys.readouterr().out
+
+
 def test_a_run_is_made_by_one_command_at_a_time(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:

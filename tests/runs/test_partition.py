@@ -189,7 +189,7 @@ def test_another_share_is_refused(tmp_path: Path, change: dict[str, Json]) -> No
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("lables", "unknown partition 'lables'; known: by_order, dirichlet, iid, labels, shared"),
+        ("lables", "unknown partition 'lables'; did you mean labels?"),
         ("labels(k=1)", "2 parts of 1 labels leave 8 of 10 labels out"),
         ("labels(k=0)", "partition labels: k 0 must be at least 1"),
         ("labels(n=1)", "partition 'labels(n=1)': "),

@@ -86,6 +86,13 @@ PARTS: list[dict[str, Any]] = [
         "partition": "iid",
         "sampler": "grouped_importance(rule='half', statistics='uniform')",
     },
+    {
+        "recipe": "tictac",
+        "workload": "fashion-mnist/mlp",
+        "data": "packaged",
+        "steps": 3,
+        "bucket_nbytes": 2000,
+    },
 ]
 BASES = {"wifi-10mbps": NETWORKS[:3], "four-regions": NETWORKS[3:]}
 """A network to simulate on, and those to retime to."""
@@ -237,9 +244,18 @@ def test_a_run_is_refused_that_would_have_learned_or_sent_otherwise(
     assert "simulate it anew instead" in said
 
 
+def test_a_retimed_run_stands_beside_the_old_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    assert main(["retime", "base", "--network", "4g", "--quiet"]) == 0
+    assert "farflung report base-on-4g-" in capsys.readouterr().out
+
+
 def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, stored = made(tmp_path / "base")
-    assert "unknown network profile" in refused(capsys, stored.path, "--network", "elsewhere")
+    assert "unknown network" in refused(capsys, stored.path, "--network", "elsewhere")
     assert "no run there" in refused(capsys, tmp_path / "nowhere")
     events = stored.get_telemetry_path(0).read_text().splitlines()
     stored.get_telemetry_path(0).write_text("\n".join(events[:-1]) + "\n")

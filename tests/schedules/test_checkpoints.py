@@ -34,6 +34,7 @@ SCHEDULES = [
     "adacomm(5, interval_s=0.3, block_momentum=0.3)",
     "diloco(3, optimizer_state='averaged')",
     "streaming_diloco(6, fragments=1, delay=3, optimizer_state='reset')",
+    "priority",
 ]
 CODECS = ["identity", "error_feedback(topk(density=0.2))", "dgc(density=0.2, warmup_steps=4)", "qsgd"]
 LINK = LinkModel(0.05, 1e5)

@@ -16,6 +16,7 @@ from farflung.schedules import (
     LocalSGD,
     Pipelined,
     PostLocalSGD,
+    Priority,
     StreamingDiLoCo,
     Synchronous,
 )
@@ -62,6 +63,8 @@ ROWS: dict[str, Row] = {
     "pipelined (corrected)": Row(Pipelined(correction=0.04), lag=1),
     "pipelined (predicted)": Row(Pipelined(predict=True), lag=1),
     "pipelined (warmed up)": Row(Pipelined(width=4, warmup=10), lag=3),
+    "priority": Row(Priority()),
+    "priority (traced)": Row(Priority(order="tac")),
     "post_local_sgd": Row(PostLocalSGD(warmup=11, sync_every=7), every=7),
     "streaming_diloco": Row(StreamingDiLoCo(sync_every=12, fragments=3, delay=2), lag=2, every=12),
     "streaming_diloco (of one fragment)": Row(

@@ -103,6 +103,14 @@ def test_the_end_of_a_message_is_not_torn_off() -> None:
     assert arrivals(PACED, 2, messages) == [2.5, 3.5, 4.5]
 
 
+def test_a_message_is_not_overtaken_by_one_that_takes_longer_than_its_remainder() -> None:
+    messages: list[Message] = [(0, 1, 0.0, 6 * PIECE, 2), (0, 1, 1.5, 5 * PIECE, 1)]
+    # At 1.5 four and a half pieces are left of the first, fewer than the second has.
+    assert arrivals(PACED, 2, messages) == [6.5, 11.5]
+    # A short third one interrupts the first, which then follows the second.
+    assert arrivals(PACED, 2, [*messages, (0, 1, 2.5, PIECE, 0)]) == [12.5, 10.5, 5.5]
+
+
 def test_a_priority_concerns_one_receiver() -> None:
     up = switch(up_bps=8.0 * PIECE)
     assert arrivals(up, 3, [(0, 1, 0.0, PIECE, 1), (0, 2, 0.0, PIECE, -1)]) == [2.5, 2.5]

@@ -121,6 +121,28 @@ def test_who_a_process_is(environment: dict[str, str], found: tuple[Any, ...] | 
     assert read(environment) == found
 
 
+def test_which_site_a_process_is_of() -> None:
+    """A site's launcher counts the processes of the site alone."""
+    assert LaunchEnv.read_site(TORCHRUN) is None
+    read = LaunchEnv.read_site({**TORCHRUN, "FARFLUNG_SITE": "1/3@[::1]:29400"})
+    assert read == LaunchEnv.of_site(1, 3, "[::1]:29400")
+    assert read is not None
+    assert (read.rank, read.size, read.master, read.counts_sites) == (1, 3, ("::1", "29400"), True)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1/3", "FARFLUNG_SITE is '1/3': must be NUMBER/COUNT@HOST:PORT, such as 0/3@host:29400"),
+        ("1/3@host", "host: must be HOST:PORT"),
+        ("3/3@host:1", "FARFLUNG_SITE says rank 3 of 3"),
+    ],
+)
+def test_a_site_that_cannot_be(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        LaunchEnv.read_site({"FARFLUNG_SITE": text})
+
+
 @pytest.mark.parametrize(
     ("environment", "says"),
     [

@@ -68,6 +68,21 @@ def test_a_wait_is_not_made_up_for_but_what_follows_it_is() -> None:
     assert clock.now == pytest.approx(107.0), "a step is never shorter than the model's"
 
 
+def test_a_part_of_a_pass_begins_when_the_device_is_free() -> None:
+    clock = Clock()
+    pace = paced(clock)
+    pace.begin(FORWARD)
+    pace.advance(0.25)
+    assert clock.now == pytest.approx(100.25)
+    clock.move(0.5)  # this machine computes meanwhile
+    pace.advance(0.75)
+    assert clock.now == pytest.approx(101.0)
+    clock.move(2.0)
+    pace.finish_wait()
+    pace.advance(0.25)
+    assert clock.now == pytest.approx(103.25)
+
+
 def test_a_step_that_overran_is_counted_once_and_not_shortened() -> None:
     clock = Clock()
     pace = paced(clock)

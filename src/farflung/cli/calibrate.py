@@ -28,7 +28,7 @@ __all__ = ["Calibrate"]
 
 @dataclass(frozen=True)
 class Calibrate:
-    """Measure a workload on this machine; print the profile of the device, or write it with --out.
+    """Measure a workload on this machine; write the profile with --out.
 
     Times the forward pass, the backward pass and the optimizer, as a whole and layer by layer, the computations
     of codecs and reducers, and messages. Predicts and measures the memory of a step. The profile is TOML, for

@@ -24,11 +24,12 @@ __all__ = ["Compare"]
     exclude=(*FAMILIES, "recipe", "network", "seed", "encrypt", "threads", "checkpoint_every"),
 )
 class Compare(OutputOptions):
-    """Compare recipes on networks in virtual time: time to a target, accuracy, bytes, and parts of the time.
+    """Compare recipes on networks, in virtual time.
 
-    Each recipe trains once for each seed, with real arithmetic. If its learning does not depend on the network,
-    its time on other networks is computed from that run. An interrupted comparison continues when it is started
-    again with the same --out.
+    Shows the time to a target score, the final score, bytes sent, and the parts of the time. Each recipe trains
+    once for each seed, with real arithmetic. If its learning does not depend on the network, its time on other
+    networks is computed from that run. An interrupted comparison continues when it is started again with the same
+    --out.
     """
 
     recipes: tuple[str, ...] = DEFAULT_COMPARED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import resource
 import socket
 import ssl
@@ -28,9 +27,11 @@ from farflung.comm.interface import (
     find_interface_address,
     find_local_address,
     find_loopback_address,
+    parse_address,
 )
 from farflung.errors import ConfigError
 from farflung.types import Json
+from farflung.wall import LaunchEnv
 
 __all__ = ["Doctor"]
 
@@ -62,16 +63,19 @@ class Doctor:
 
     def run(self) -> int:
         (port,) = parse_ports(self.port)
-        peers = {text: _parse_address(text) for text in self.peers}
+        peers = {text: parse_address(text) for text in self.peers}
+        for text, (host, _) in peers.items():
+            check_host(host, text)
         if self.serve and (peers or self.json):
             raise ConfigError("--serve: answers others: leave out HOST:PORT and --json")
         if self.serve:
             return _serve(port)
-        machine = _describe_machine([host for host, _ in peers.values()])
+        site = LaunchEnv.read_site()
+        machine = _describe_machine([host for host, _ in peers.values()], site)
         if not self.json:
             print_table(["of this machine", ""], machine.items())
         results: dict[str, ProbeResult] = {}
-        troubles = []
+        troubles = _list_machine_troubles()
         for text, address in peers.items():
             try:
                 result = results[text] = probe(address, port=port)
@@ -104,15 +108,6 @@ class Doctor:
         return int(bool(troubles))
 
 
-def _parse_address(text: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]+)):(\d{1,5})", text)
-    if match is None or not 0 < int(match[3]) < 1 << 16:
-        raise ConfigError(f"{text}: must be HOST:PORT, an address of IPv6 in brackets")
-    host = match[1] or match[2]
-    check_host(host, text)
-    return host, int(match[3])
-
-
 def _serve(port: int) -> int:
     try:
         listener = create_listener(port)
@@ -128,8 +123,25 @@ def _serve(port: int) -> int:
     return 0
 
 
-def _describe_machine(hosts: list[str]) -> dict[str, str]:
-    """Returns texts about this machine for display, by property; hosts are those whose local address is shown."""
+def _list_machine_troubles() -> list[str]:
+    """Returns why processes of this machine cannot reach each other; empty if they can."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            socket.create_connection(listener.getsockname(), timeout=1.0).close()
+    except OSError as error:
+        return [
+            f"127.0.0.1: not reached: {error.strerror or error}; workers of this machine need it: ip link set lo up"
+        ]
+    return []
+
+
+def _describe_machine(hosts: list[str], site: LaunchEnv | None) -> dict[str, str]:
+    """Returns texts about this machine for display, by property.
+
+    Args:
+      hosts: Hosts whose local address is shown.
+      site: Environment of this site, if set.
+    """
     packages = dict.fromkeys(OPTIONAL_PACKAGES.split(), "")
     for name in packages:
         with suppress(PackageNotFoundError):
@@ -141,7 +153,7 @@ def _describe_machine(hosts: list[str]) -> dict[str, str]:
         "no limit" if n == resource.RLIM_INFINITY else str(n)
         for n in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
-    masters = hosts or [host for host in (os.environ.get("MASTER_ADDR"),) if host]
+    masters = hosts or [host for host in (site and site.master[0], os.environ.get("MASTER_ADDR")) if host]
     routes = ", ".join(f"{find_local_address(host)} to {host}" for host in dict.fromkeys(masters))
     fallback = "under torchrun the address on the way to MASTER_ADDR"
     return {
@@ -157,6 +169,9 @@ def _describe_machine(hosts: list[str]) -> dict[str, str]:
         "congestion control": _describe_congestion_control(),
         "interfaces": _list_interfaces(),
         "messages and gloo use": routes or f"{find_loopback_address()}, or {fallback}",
+        "site": "FARFLUNG_SITE is not set"
+        if site is None
+        else f"{site.rank} of {site.size}, which meet at {':'.join(map(str, site.master))}",
         "lab": "farflung lab --check says" if packages["pyroute2"] else "no: pip install 'farflung[lab]'",
         "samples from Kafka": "yes" if packages["confluent-kafka"] else "no: pip install 'farflung[kafka]'",
     }

@@ -16,7 +16,7 @@ __all__ = ["Data"]
 
 @dataclass(frozen=True)
 class Data:
-    """Fetch one data set into the cache: farflung data fetch NAME.
+    """Fetch a data set into the cache: farflung data fetch NAME.
 
     A file gets its name when it is whole and has the published checksum.
     """

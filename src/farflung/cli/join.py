@@ -16,7 +16,10 @@ __all__ = ["Join"]
 @dataclass(frozen=True, kw_only=True)
 @with_options(ENDPOINT)
 class Join(OutputOptions):
-    """Join a run that was started with --elastic MIN:MAX, as one more replica."""
+    """Join an elastic run as one more replica.
+
+    The run was started with --elastic MIN:MAX.
+    """
 
     run_address: tyro.conf.Positional[str]
     """Folder of the run, on a machine where it goes on; or HOST:PORT of any of its replicas, and --key."""

@@ -13,7 +13,7 @@ import tyro
 from rich.filesize import decimal
 
 from farflung._docstrings import get_docstring
-from farflung.cli.output import print_table
+from farflung.cli.output import print_list, print_table
 from farflung.errors import DataError, UnknownName
 from farflung.types import Json
 
@@ -30,23 +30,27 @@ NEGLIGIBLE_ERROR = 0.02
 """Relative error of a gradient below which the noise of its batch hides it."""
 
 
+STEADY_STEP = 1_000_000
+"""Step at which codecs are measured, after the warm-up of those that have one."""
+
 Listing: TypeAlias = "tuple[Iterable[str], Callable[[str], tuple[Row, dict[str, str]]]]"
-"""Names of a table's rows, and a function that returns the figures of a name and its cells by column."""
+"""Names of a table's rows, and a function that returns all figures of a name and its line's cells by column."""
 
 
 @dataclass(frozen=True)
 class List:
-    """List the parts of farflung by name; with a name, all figures of that one.
+    """List recipes, codecs, workloads, networks, devices or data sets.
 
-    Codecs: each encodes a million normally distributed float32 values with default options. Its error is the
-    norm of its residual over that of the gradient. Biased codecs with large errors need error_feedback(CODEC).
-    Networks and devices: with a name, the source of the figures.
+    With a name, shows all figures of that one.
+    Codecs: each encodes a million normally distributed float32 values with default options, after any warm-up.
+    Its error is the norm of its residual over that of the gradient. Biased codecs with large errors need feedback:
+    error_feedback(CODEC). The error of an unbiased codec is noise, right on average; large noise slows training.
     """
 
     table: tyro.conf.Positional[Literal["recipes", "codecs", "workloads", "networks", "devices", "data"]]
     """Table to list."""
     name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None
-    """Show this one alone, in full."""
+    """Show only this one, in full."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print JSON."""
 
@@ -62,15 +66,20 @@ class List:
         if self.json:
             print(json.dumps(rows, indent=2))
         elif self.name is not None:
-            print_table(("what", "how much"), [(key, _format_value(value)) for key, value in rows[0].items()])
+            print_table((), [(key.replace("_", " "), _format_value(value)) for key, value in rows[0].items()])
         else:
-            print_table(list(cells[0]), [list(line.values()) for line in cells])
+            print_list(cells)
+            print(f"\nfarflung list {self.table} NAME shows all about one.")
         return 0
 
 
 def _format_value(value: Json) -> str:
     if isinstance(value, dict):
         return "\n".join(f"{key} {_format_value(item)}" for key, item in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
     return "" if value is None else str(value)
 
 
@@ -83,22 +92,21 @@ def _read_docs(documented: Callable[..., object]) -> Row:
 def _build_recipe_rows() -> Listing:
     """Returns the names of all recipes, and a function that builds the row of one name."""
     from farflung.attach_checks import describe_attach_support
-    from farflung.recipes import RECIPES, Recipe
-
-    defaults = Recipe().component_texts
+    from farflung.recipes import RECIPES
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
         recipe = RECIPES[name]
-        attach, summary = describe_attach_support(recipe), recipe.summary
+        attach = describe_attach_support(recipe)
         parts: dict[str, Json] = {**recipe.component_texts}
         row: Row = {
-            "name": name, "summary": summary, "parts": parts, "attach_alone": attach == "yes", "attach": attach
-        }  # fmt: skip
-        changes = [
-            f"{family} {component}" for family, component in parts.items() if component != defaults[family]
-        ]
-        text = ", ".join(changes) or "the plain ones"
-        return row, {"recipe": name, "what": summary, "parts of its own": text, "with attach": attach}
+            "name": name,
+            "summary": recipe.summary,
+            "parts": parts,
+            "attach_alone": attach == "yes",
+            "attach": attach,
+        }
+        works = attach if attach == "yes" else "no" if attach.startswith("no:") else "partly"
+        return row, {"recipe": name, "attach": works, "what": recipe.summary}
 
     return sorted(RECIPES), describe
 
@@ -117,12 +125,12 @@ def _build_codec_rows() -> Listing:
     def describe(name: str) -> tuple[Row, dict[str, str]]:
         codec = CODECS[name]()
         spec = TensorSpec(tuple(gradient.shape), gradient.dtype, (ParameterSpan(SHAPE, 0),))
-        payload, state = codec.encode(codec.init(spec, Seeds(0, 1)), gradient, step=0, count=1)
-        decoded = codec.decode(state, payload, spec, step=0, count=1)
+        payload, state = codec.encode(codec.init(spec, Seeds(0, 1)), gradient, step=STEADY_STEP, count=1)
+        decoded = codec.decode(state, payload, spec, step=STEADY_STEP, count=1)
         error = float((decoded - gradient).norm() / gradient.norm())
-        feedback = "needs none" if codec.is_unbiased or error < NEGLIGIBLE_ERROR else "wants it"
+        feedback = "no need" if error < NEGLIGIBLE_ERROR else "unbiased" if codec.is_unbiased else "needed"
         if not has_only_seeds(CodecState({}, state.local)):
-            feedback = "keeps its own"
+            feedback = "built in"
         documented, options = _read_docs(type(codec)), format_options(CODECS[name])
         size = payload.nbytes / gradient.numel()
         row: Row = {
@@ -136,11 +144,10 @@ def _build_codec_rows() -> Listing:
         }
         return row, {
             "codec": name,
-            "what": str(documented["summary"]),
-            "bytes per value": f"{size:.3g}",
-            "error": f"{error:.1%}",
-            "error feedback": feedback,
-            "options": options,
+            "bytes/value": f"{size:.3g}",
+            "error": f"{100 * error:.3g} %",
+            "feedback": feedback,
+            "what": re.sub(r"^(Unbiased c|C)odec that ", "", str(documented["summary"])).rstrip("."),
         }
 
     return CODECS, describe
@@ -167,11 +174,9 @@ def _build_workload_rows() -> Listing:
         }
         return row, {
             "workload": name,
-            "what": str(documented["summary"]).rstrip("."),
-            "samples": "?" if counts is None else f"{counts[0]:,} + {counts[1]:,}",
             "parameters": f"{parameters:,}",
-            "settings": f"batch {config['batch_size']}, rate {config['learning_rate']:g}, {config['steps']:,} steps",
-            "data": place,
+            "data": place if is_present else "absent",
+            "what": str(documented["summary"]).rstrip("."),
         }
 
     return sorted(WORKLOADS), describe
@@ -210,7 +215,7 @@ def _build_network_rows() -> Listing:
     def describe(name: str) -> tuple[Row, dict[str, str]]:
         profile = NETWORKS[name]
         nodes, source = profile.nodes or "any", profile.source
-        cells = {"network": name, "nodes": str(nodes), "in short": _shorten_source(source)}
+        cells = {"network": name, "nodes": str(nodes), "what": _shorten_source(source)}
         return {"name": name, "nodes": nodes, "source": source}, cells
 
     return NETWORKS, describe
@@ -218,10 +223,25 @@ def _build_network_rows() -> Listing:
 
 def _build_device_rows() -> Listing:
     from farflung.devices import DEVICES, describe_coding_rates
+    from farflung.devices.catalog import DEFAULT_CORES, SUSTAINED_FRACTION
 
     def describe(name: str) -> tuple[Row, dict[str, str]]:
-        source = f"{DEVICES[name].source} {describe_coding_rates(DEVICES[name])}"
-        return {"name": name, "source": source}, {"device": name, "in short": _shorten_source(source)}
+        spec = DEVICES[name]
+        row: Row = {
+            "name": name,
+            "peak_flops": int(spec.peak_flops),
+            "sustained_flops": int(SUSTAINED_FRACTION * spec.peak_flops),
+            "cores": DEFAULT_CORES,
+            "memory_nbytes": spec.memory_nbytes,
+            "source": f"{spec.source} {describe_coding_rates(spec)}",
+        }
+        cells = {
+            "device": name,
+            "peak": f"{spec.peak_flops / 1e9:,.0f} Gflop/s",
+            "memory": f"{spec.memory_nbytes >> 30} GiB",
+            "what": _shorten_source(spec.source),
+        }
+        return row, cells
 
     return DEVICES, describe
 
@@ -254,11 +274,13 @@ def _build_dataset_rows() -> Listing:
         }
         return row, {
             "data set": name,
-            "what": source.title,
-            "at hand": entry.problem or ("no" if location is None else _format_location(location)),
+            "here": "incomplete"
+            if entry.problem
+            else "no"
+            if location is None
+            else _format_location(location),
             "download": "?" if entry.nbytes is None else decimal(entry.nbytes),
-            "licence": source.licence,
-            "how to get it": "" if kind in ("folder", "cache") else source.remedy,
+            "what": source.title,
         }
 
     return by_name, describe

@@ -6,10 +6,12 @@ import contextlib
 import functools
 import io
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -18,12 +20,17 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from farflung._docstrings import read_docstring
-from farflung.errors import ConfigError, FarflungError
+from farflung.errors import ConfigError, FarflungError, UnknownName
 
-__all__ = ["COMMANDS", "insert_dashes", "label_options", "main"]
+__all__ = ["COMMANDS", "COMMAND_GROUPS", "insert_dashes", "label_options", "main"]
 
 
 T = TypeVar("T")
+
+FIRST_OPTIONS = (
+    "workload", "recipe", "recipes", "networks", "workers", "steps", "seeds", "target", "out", "network",
+)  # fmt: skip
+"""Options of most use, which come first in the help of a command."""
 
 
 class Command(Protocol):
@@ -34,27 +41,37 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("farflung.cli.train", "Train"),
-    "join": ("farflung.cli.join", "Join"),
-    "worker": ("farflung.cli.worker", "Worker"),
-    "simulate": ("farflung.cli.simulate", "Simulate"),
-    "compare": ("farflung.cli.compare", "Compare"),
-    "retime": ("farflung.cli.stored", "Retime"),
-    "traffic": ("farflung.cli.stored", "Traffic"),
-    "trace": ("farflung.cli.stored", "Trace"),
-    "report": ("farflung.cli.report", "Report"),
-    "watch": ("farflung.cli.report", "Watch"),
-    "list": ("farflung.cli.listing", "List"),
-    "lab": ("farflung.lab.cli", "RunInLab"),
-    "data": ("farflung.cli.fetch", "Data"),
-    "calibrate": ("farflung.cli.calibrate", "Calibrate"),
-    "probe": ("farflung.cli.probe", "Probe"),
-    "doctor": ("farflung.cli.doctor", "Doctor"),
-    "keys": ("farflung.cli.keys", "MakeKeys"),
-    "coded": ("farflung.coded.cli", "Coded"),
+COMMAND_GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "Find out": {
+        "list": ("farflung.cli.listing", "List"),
+        "plan": ("farflung.cli.plan", "MakePlan"),
+        "compare": ("farflung.cli.compare", "Compare"),
+        "simulate": ("farflung.cli.simulate", "Simulate"),
+        "retime": ("farflung.cli.stored", "Retime"),
+        "probe": ("farflung.cli.probe", "Probe"),
+        "calibrate": ("farflung.cli.calibrate", "Calibrate"),
+    },
+    "Train": {
+        "train": ("farflung.cli.train", "Train"),
+        "join": ("farflung.cli.join", "Join"),
+        "worker": ("farflung.cli.worker", "Worker"),
+        "lab": ("farflung.lab.cli", "RunInLab"),
+        "coded": ("farflung.coded.cli", "Coded"),
+    },
+    "Look": {
+        "watch": ("farflung.cli.report", "Watch"),
+        "report": ("farflung.cli.report", "Report"),
+        "traffic": ("farflung.cli.stored", "Traffic"),
+        "trace": ("farflung.cli.stored", "Trace"),
+    },
+    "Set up": {
+        "doctor": ("farflung.cli.doctor", "Doctor"),
+        "keys": ("farflung.cli.keys", "MakeKeys"),
+        "data": ("farflung.cli.fetch", "Data"),
+    },
 }
-"""Module and class of each sub-command; a module is imported only if its command runs."""
+"""Module and class of each command, in the order of the help; a module is imported only if its command runs."""
+COMMANDS = {name: home for group in COMMAND_GROUPS.values() for name, home in group.items()}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -91,24 +108,38 @@ def _start_fork_server() -> AbstractContextManager[None]:
 
 
 @functools.cache
-def _import_command(module: str, name: str) -> Callable[..., Command]:
-    command: type[Command] = getattr(import_module(module), name)
+def _import_command(name: str) -> type[Command]:
+    module, kind = COMMANDS[name]
+    command: type[Command] = getattr(import_module(module), kind)
     return label_options(command)
 
 
-def _create_stub(module: str, name: str) -> Callable[..., Command]:
-    def run_stub() -> Command:
-        raise AssertionError("only what has been imported runs")
-
-    run_stub.__doc__ = read_docstring(module, name)
-    return run_stub
+def _format_help() -> str:
+    """Formats the help of the command: a line for each command, in groups."""
+    lines = [
+        "usage: farflung COMMAND [OPTIONS]",
+        "",
+        "Train one PyTorch model on machines that are far apart.",
+    ]
+    for group, commands in COMMAND_GROUPS.items():
+        lines += ["", group]
+        for name, home in commands.items():
+            summary = read_docstring(*home).partition("\n")[0]
+            lines.append(f"  {name:10} {summary.removesuffix('.')}")
+    return "\n".join(
+        [*lines, "", "farflung COMMAND --help shows its options; farflung --version the version."]
+    )
 
 
 def label_options(command: type[T]) -> type[T]:
     """Labels each optional option with the kind of its value, in a command's help, and hides its default.
 
-    A boolean option becomes a pair of flags, so that the command line can unset what a file has set.
+    Options of most use come first, and those that a command inherits last. A boolean option becomes a pair of flags, so
+    that the command line can unset what a file has set.
     """
+    own, fields = command.__annotations__, command.__dataclass_fields__  # type: ignore[attr-defined]
+    ordered = [*FIRST_OPTIONS, *own, *fields]
+    command.__dataclass_fields__ = {name: fields[name] for name in sorted(fields, key=ordered.index)}  # type: ignore[attr-defined]
     for name, hint in get_type_hints(command, include_extras=True).items():
         plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         if get_origin(plain) in (UnionType, Union) and get_args(plain)[-1] is type(None):
@@ -160,37 +191,39 @@ def _parse_path(option: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | N
 
 
 def _parse(args: Sequence[str]) -> Command:
-    words, stderr = insert_dashes(args), io.StringIO()
-    # For commands that do not run, the parser gets their purpose and no options.
-    chosen = [*COMMANDS] if words[:1] == ["--tyro-print-completion"] else words[:1]
-    commands = {
-        name: _import_command(*home) if name in chosen else _create_stub(*home)
-        for name, home in COMMANDS.items()
-    }
+    name, *words = insert_dashes(args) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_format_help())
+        raise SystemExit(0)
+    if name not in COMMANDS:
+        raise UnknownName("command", name, COMMANDS)
+    command, stderr, prog = _import_command(name), io.StringIO(), f"farflung {name}"
     try:
         with contextlib.redirect_stderr(stderr), _TYPES:
-            command: Command = tyro.extras.subcommand_cli_from_dict(
-                commands,
-                prog="farflung",
-                description="Train one PyTorch model on many devices that are far apart. --version prints the version.",
-                args=words or ["--help"],
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
-            return command
+            return tyro.cli(command, prog=prog, args=words, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        raise ConfigError(f"{_extract_message(stderr.getvalue())}; see farflung --help") from None
+        raise _explain_refusal(stderr.getvalue(), prog) from None
 
 
-def _extract_message(frame: str) -> str:
-    """Returns the first paragraph inside the frame that tyro draws around an error, on one line."""
-    words: list[str] = []
-    for line in frame.splitlines():
-        text = line.strip("│ ")
-        if line.startswith("╭"):
-            continue
-        if not text or set(text) <= {"─"}:
-            break
-        words.append(text)
-    return " ".join(words).rstrip(".") or "these options cannot be read"
+def _explain_refusal(frame: str, prog: str) -> ConfigError:
+    """Builds the error for a command line that tyro refuses, from the frame that it prints, in Unicode or ASCII."""
+    _title, *lines = [line.strip("│ ") for line in frame.splitlines()] or [""]
+    blocks = groupby(lines, key=lambda line: bool(line.strip("─╰╯-")))
+    message, *others = [" ".join(block) for has_text, block in blocks if has_text] or [
+        "these options cannot be read"
+    ]
+    message = message.rstrip(".")
+    if choice := re.match(
+        r"invalid choice '(.*)' for argument '([\w-]+)'. Expected one of \((.*)\)", message
+    ):
+        return UnknownName(choice[2], choice[1], re.findall(r"'(.+?)'", choice[3]))
+    message = re.sub(
+        r"Error parsing (\S+): no type matching (\S+) could be instantiated from \[(.*)\]",
+        r"\1: must be \2, not \3",
+        message,
+    )
+    if similar := re.search(r"Perhaps you meant: (--[\w-]+)", " ".join(others)):
+        return ConfigError(f"{message}; did you mean {similar[1]}?")
+    return ConfigError(f"{message}; see {prog} --help")

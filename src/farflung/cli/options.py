@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
@@ -15,8 +16,8 @@ import tyro
 
 from farflung.cli.output import create_stderr_console, create_stdout_console, print_files
 from farflung.comm import Endpoint
-from farflung.config import Setting, build_unknown_error, list_settings
-from farflung.errors import ConfigError
+from farflung.config import Setting, list_settings
+from farflung.errors import ConfigError, UnknownName
 from farflung.files import load_toml, parse_json, prefix_errors, read_text, wrap_read_errors
 from farflung.runs import RunConfig, RunOptions, SimulatedConfig
 
@@ -119,13 +120,12 @@ class RunCommand:
     def start(self, run: PreparedRun[Any]) -> int:
         """Executes the run and returns the exit code."""
 
-    def execute(self, run: PreparedRun[Any], begin: Callable[[Sink], Run], *, is_lead: bool = True) -> Run:
+    def execute(self, run: PreparedRun[Any], begin: Callable[[Sink], Run]) -> Run:
         """Executes the run, shows its progress, and prints its summary.
 
         Args:
           run: Prepared run.
           begin: Function that executes the run, with a sink for its events.
-          is_lead: Whether this process prints anything.
         """
         from farflung.cli.progress import Progress
         from farflung.report import render_partition_table
@@ -133,12 +133,9 @@ class RunCommand:
         quiet = bool(self.quiet or self.json)
         if run.shares and not quiet:
             create_stderr_console().print(render_partition_table(run.shares, run.config.partition_text))
-        with Progress(
-            quiet=quiet or not is_lead, is_simulated=self.config_class is SimulatedConfig
-        ) as progress:
+        with Progress(quiet=quiet, is_simulated=self.config_class is SimulatedConfig) as progress:
             result = begin(progress)
-        if is_lead:
-            print_result(result, as_json=bool(self.json))
+        print_result(result, as_json=bool(self.json))
         return result
 
 
@@ -170,7 +167,7 @@ def read_settings(
             if name in ignored_keys:
                 continue
             if name not in options:
-                raise build_unknown_error("key", key, options)
+                raise UnknownName("key", key, options)
             if name in settings:
                 raise ConfigError(f"{key!r} is there twice, with - and with _")
             settings[name] = options[name].convert(value, key)
@@ -197,4 +194,4 @@ def print_result(run: Run, *, as_json: bool) -> None:
     files: dict[str, Path | str] = {"telemetry": run.files.get_telemetry_path(min(run.events, default=0))}
     if run.files.curves_path.is_dir():
         files["curves"] = f"tensorboard --logdir {run.files.curves_path}"
-    print_files(**files, page=f"farflung report {run.folder}")
+    print_files(**files, page=f"farflung report {shlex.quote(str(run.folder))}")

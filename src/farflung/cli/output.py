@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,14 @@ from rich.text import Text
 
 from farflung.report import PLAIN_WIDTH
 
-__all__ = ["OutputOptions", "create_stderr_console", "create_stdout_console", "print_files", "print_table"]
+__all__ = [
+    "OutputOptions",
+    "create_stderr_console",
+    "create_stdout_console",
+    "print_files",
+    "print_list",
+    "print_table",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +52,25 @@ def create_stderr_console() -> Console:
 
 
 def print_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    """Prints ``lines`` of cells below column names; never wraps the first column and never truncates a cell."""
-    table = Table()
-    for index, name in enumerate(columns):
+    """Prints ``lines`` of cells below column names, if any; never wraps the first column and never truncates a cell."""
+    rows = [[Text(cell) for cell in line] for line in lines]
+    table = Table(show_header=bool(columns))
+    for index, name in enumerate(columns or [""] * len(rows[0])):
         table.add_column(name, no_wrap=index == 0, style="bold" if index == 0 else None, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    create_stdout_console().print(table)
+
+
+def print_list(lines: Sequence[Mapping[str, str]]) -> None:
+    """Prints a line of cells by column for each item, without rules; only the last column takes several lines."""
+    table = Table(box=None, pad_edge=False)
+    *columns, last = lines[0]
+    for name in columns:
+        table.add_column(name, no_wrap=True, style="bold" if name == columns[0] else None)
+    table.add_column(last, overflow="fold")
     for line in lines:
-        table.add_row(*(Text(cell) for cell in line))
+        table.add_row(*(Text(cell) for cell in line.values()))
     create_stdout_console().print(table)
 
 

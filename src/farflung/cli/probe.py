@@ -30,9 +30,10 @@ CONNECT_TIMEOUT_S = 60.0
 @dataclass(frozen=True)
 @with_options(ENDPOINT)
 class Probe:
-    """Measure the network between the processes of torchrun, srun or mpirun; write its profile with --out.
+    """Measure the network between machines; write its profile with --out.
 
-    Start one process on each machine: torchrun --nnodes 3 --nproc-per-node 1 ... -m farflung probe --out net.toml
+    Start one process on each machine, by torchrun, srun or mpirun:
+    torchrun --nnodes 3 --nproc-per-node 1 ... -m farflung probe --out net.toml
     Each link is measured alone, then those of each machine at once, then all at once, which shows what they share.
     """
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from farflung.cli.output import create_stdout_console, print_files
 from farflung.errors import ConfigError, DataError, FarflungError
 from farflung.files import wrap_read_errors, write_text
-from farflung.report import ReportedRun, build_report_data, render_report_page
+from farflung.report import ReportedRun, build_report_data, render_report_page, shorten_names
 from farflung.runs import RunFolder
 from farflung.runs.stopping import handle_stop_signals
 from farflung.types import Json
@@ -26,7 +26,7 @@ __all__ = ["PageServer", "Report", "Watch", "load_report_data"]
 
 @dataclass(frozen=True)
 class Report:
-    """Write one HTML page about runs: learning curves, and the parts of their time.
+    """Write an HTML page about runs: what they learned, and their time.
 
     The page loads nothing from elsewhere, so it can be sent and kept. Runs may be unfinished.
     """
@@ -48,9 +48,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Watch:
-    """Serve the page of farflung report at a local address, with current figures of a run.
+    """Show the page of farflung report while a run goes on.
 
-    Only this machine can see it. Ctrl-C ends it, and leaves the run alone.
+    Serves it at a local address with current figures. Only this machine can see it. Ctrl-C ends it, and leaves the
+    run alone.
     """
 
     run_folder: tyro.conf.Positional[Path]
@@ -78,13 +79,18 @@ def load_report_data(folders: Sequence[Path], *, is_live: bool = False) -> dict[
       BadInput: A folder has no run, or a damaged one.
     """
     runs = []
-    for path in folders:
-        files = RunFolder(path)
-        settings = files.load_config()
-        with wrap_read_errors(path, "its events are damaged and cannot be shown", DataError):
+    stored = [RunFolder(path) for path in folders]
+    settings = [files.load_config() for files in stored]
+    names = shorten_names([str(path).encode(errors="replace").decode() for path in folders])
+    if len({"network" in config for config in settings}) > 1:
+        names = [
+            f"{name} (simulated)" if "network" in config else name
+            for name, config in zip(names, settings, strict=True)
+        ]
+    for files, config, name in zip(stored, settings, names, strict=True):
+        with wrap_read_errors(files.path, "its events are damaged and cannot be shown", DataError):
             summary = files.load_summary() if files.summary_path.exists() else None
-            name = str(path).encode(errors="replace").decode()
-            runs.append(ReportedRun(name, settings, files.load_events(), summary))
+            runs.append(ReportedRun(name, config, files.load_events(), summary))
     with wrap_read_errors(", ".join(map(str, folders)), "damaged", DataError):
         return build_report_data(runs, is_live=is_live)
 

@@ -20,7 +20,7 @@ __all__ = ["Simulate"]
 @dataclass(frozen=True)
 @with_settings(SimulatedConfig, exclude=("encrypt", "threads"))
 class Simulate(RunCommand):
-    """Train in virtual time: like farflung train, on a modelled network and modelled devices.
+    """Train in virtual time, on a modelled network and modelled devices.
 
     The arithmetic is real, and parameters and bytes sent are those of real workers; only the clock is modelled.
     """

@@ -21,10 +21,10 @@ __all__ = ["Retime", "Trace", "Traffic"]
 
 @dataclass(frozen=True)
 class Retime(OutputOptions):
-    """Time a simulated run again on another network or other devices, without its arithmetic.
+    """Time a simulated run on another network or other devices.
 
-    What the replicas learned is unchanged, and every time is that of a fresh simulation. A run whose decision
-    log has decisions by time or arrival is refused, since it might learn something else there.
+    Repeats no arithmetic. What the replicas learned is unchanged, and every time is that of a fresh simulation. A
+    run whose decision log has decisions by time or arrival is refused, since it might learn something else there.
     """
 
     run_folder: tyro.conf.Positional[Path]
@@ -41,7 +41,8 @@ class Retime(OutputOptions):
 
         config = SimulatedConfig.load_settings(RunFolder(self.run_folder))
         network, device = self.network or str(config["network"]), self.device or str(config["device"])
-        stored = self.run_folder.resolve()  # has a name even if the path is a dot
+        has_name = self.run_folder.name not in ("", "..")
+        stored = self.run_folder if has_name else self.run_folder.resolve()
         out = self.out or stored.with_name(f"{stored.name}-on-{Path(network).stem}-{Path(device).stem}")
         with Progress(quiet=self.quiet or self.json, is_simulated=True) as progress:
             run = retime(self.run_folder, network=network, device=device, out=out, sink=progress)
@@ -51,7 +52,7 @@ class Retime(OutputOptions):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Show the bytes that each replica sent to each other in a finished run, by purpose.
+    """Show the bytes that replicas of a finished run sent, by purpose.
 
     Payloads are counted from tensors, in real and simulated runs. Gradients are all that steps exchange.
     """
@@ -77,7 +78,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Trace:
-    """Write the activities of each replica as a Chrome trace, for https://ui.perfetto.dev.
+    """Write a Chrome trace of a run, for https://ui.perfetto.dev.
 
     Contains steps and their parts, evaluations, checkpoints and changes of members, and exchanges if the run
     was traced (--trace). Perfetto opens the file in the browser and sends it nowhere.

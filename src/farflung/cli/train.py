@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
@@ -14,26 +15,27 @@ from farflung.cli.options import (
     build_endpoint,
     collect_options,
     with_options,
-    with_settings,
 )
+from farflung.cli.output import create_stderr_console
 from farflung.config import list_settings
 from farflung.errors import ConfigError
 from farflung.runs import RunConfig, RunOptions
 
 if TYPE_CHECKING:  # imports torch, which help does without
     from farflung.runs import PreparedRun
+    from farflung.telemetry import Event
+    from farflung.wall import LaunchEnv
 
-__all__ = ["Train"]
+__all__ = ["Train", "announce_rank"]
 
 OPTIONS = list_settings(RunOptions)
 """Options of a run that are not settings."""
 
 
 @dataclass(frozen=True)
-@with_settings(RunConfig)
-@with_options({**OPTIONS, **ENDPOINT})
+@with_options({**RunConfig.list_settings(), **OPTIONS, **ENDPOINT})
 class Train(RunCommand):
-    """Train a model on several workers of this machine, or as one replica under torchrun.
+    """Train on several workers of this machine, or under torchrun.
 
     Under torchrun the workers are torchrun's and this command joins them, on one machine or several:
     torchrun --nproc-per-node 4 -m farflung train ...
@@ -45,8 +47,7 @@ class Train(RunCommand):
     )
 
     network: str | None = None
-    """Refused: farflung lab --network NAME train ... has real workers on the links of a network, and farflung simulate
-    models them."""
+    """Not here: use farflung simulate (modelled links) or farflung lab (real ones)."""
 
     @override
     def prepare(self, *layers: Mapping[str, object]) -> PreparedRun[RunConfig]:
@@ -57,8 +58,30 @@ class Train(RunCommand):
             )
         from farflung.runs import prepare_training
 
+        settings = {name: value for layer in layers for name, value in layer.items()}
+        if settings.get("recipe") == "auto":
+            layers = (*layers, {"recipe": self._plan_recipe(settings)})
         options = RunOptions(**collect_options(self, OPTIONS), endpoint=build_endpoint(self))
         return prepare_training(*layers, options=options)
+
+    def _plan_recipe(self, settings: Mapping[str, object]) -> str:
+        """Measures the network, plans, and returns the recipe."""
+        from farflung.cli.progress import Bar
+        from farflung.planning import choose_recipe
+        from farflung.wall import LaunchEnv
+
+        env = LaunchEnv.read()
+        is_lead = env is None or env.rank == 0
+        with Bar("planning", quiet=bool(self.quiet or self.json) or not is_lead) as bar:
+            recipe = choose_recipe(
+                {**settings, **collect_options(self, ("resume",))},
+                env,
+                endpoint=build_endpoint(self),
+                deadline_s=float(str(settings.get("deadline", 60.0))),
+                on_part=bar.print_line,
+            )
+            bar.print_line(f"trains with {recipe}", force=True)
+        return recipe
 
     @override
     def start(self, run: PreparedRun[RunConfig]) -> int:
@@ -67,5 +90,16 @@ class Train(RunCommand):
 
         env = LaunchEnv.read()
         with begin_training(run) as begin:
-            result = self.execute(run, begin, is_lead=env is None or env.rank == 0)
+            if env is None or env.rank == 0:
+                result = self.execute(run, begin)
+            else:
+                result = begin(partial(announce_rank, env, quiet=bool(self.quiet or self.json)))
         return 130 if result.summary.get("interrupted") else 0
+
+
+def announce_rank(env: LaunchEnv, event: Event, *, quiet: bool) -> None:
+    """Prints that this rank has joined, once for each machine."""
+    if not quiet and event["event"] == "begin" and event["rank"] == env.rank and env.local_rank == 0:
+        create_stderr_console().print(
+            f"rank {env.rank} of {env.size} has joined; progress is shown on rank 0"
+        )

@@ -24,7 +24,7 @@ _FORWARDED_SIGNALS = (
 
 @dataclass(frozen=True)
 class Worker:
-    """Run one replica of an elastic run, and certify its death to the others.
+    """Run one replica of an elastic run, and certify its death.
 
     torchrun --no-python ... farflung worker -- python train.py
 

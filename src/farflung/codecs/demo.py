@@ -55,6 +55,8 @@ class DeMo(TransformCodec):
     keep: int = 32
 
     is_stateless: ClassVar[bool] = False
+    compresses_matrices: ClassVar[bool] = True
+    """See :attr:`farflung.types.Reducer.compresses_matrices`."""
 
     def __post_init__(self) -> None:
         check_coefficient("demo", "decay", self.decay)

@@ -108,7 +108,7 @@ def read_samples(data: str, part: DataShard | None = None, *, test: bool = False
             samples, labels = samples[rows], labels[rows]
         return samples, labels
     if data not in _DATASETS:
-        raise UnknownName("data", data, [*_DATASETS, "a file ending in .npz"])
+        raise UnknownName("data", data, _DATASETS, "a file ending in .npz")
     dataset = _DATASETS[data]()[test]
     rows = torch.arange(len(dataset)) if part is None else part.select_rows(len(dataset))
     batch = dataset.take(rows, train=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import IntEnum
@@ -31,6 +32,11 @@ T = TypeVar("T")
 
 _COMPLETED = create_completed(None)
 _STEP_BITS = 56
+PHASE_PRIORITY = 2
+"""Priority that messages lose with each phase of an exchange, our choice.
+
+If replies went before all first messages of less urgent exchanges, the last of these would find the network idle.
+"""
 
 
 class PurposeBase(IntEnum):
@@ -118,9 +124,10 @@ class ExchangeChannel:
       comm: Communicator of the ranks that take part.
       exchange: Number of the exchange, from :meth:`Purpose.build_exchange_id`; equal on all ranks.
       part: Number of the part that this exchange moves.
+      priority: Priority of its messages; ``None``: they leave in order.
     """
 
-    def __init__(self, comm: Group, exchange: int, part: int) -> None:
+    def __init__(self, comm: Group, exchange: int, part: int, priority: int | None = None) -> None:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.kind = get_exchange_kind(exchange)
@@ -128,8 +135,10 @@ class ExchangeChannel:
         self.sent_counts: Counts = np.zeros(comm.size, dtype=np.int64)
         """Payload bytes sent so far to each rank."""
         self._comm = comm
-        self._exchange, self._part = exchange, part
+        self._exchange, self._part, self._priority = exchange, part, priority
         self._num_hops = 0
+        self._first_hops: list[int] = []
+        """First hop of each reservation."""
         self._coding_processor = comm.coding_processor
         self.get_collective = comm.get_collective
 
@@ -142,8 +151,9 @@ class ExchangeChannel:
         return Tag(self._exchange, self._part, hop)
 
     def reserve_hops(self, count: int) -> int:
-        """Reserves ``count`` consecutive hops; returns the first."""
+        """Reserves ``count`` consecutive hops, a phase of the exchange; returns the first."""
         first = self._num_hops
+        self._first_hops.append(first)
         self._num_hops += count
         return first
 
@@ -159,7 +169,10 @@ class ExchangeChannel:
     def send(self, payload: Payload, dst: int, hop: int) -> Pending[None]:
         """Sends a payload and counts its bytes."""
         self.sent_counts[dst] += payload.nbytes
-        return self._comm.send(payload, dst, self.get_tag(hop))
+        priority = 0
+        if self._priority is not None:
+            priority = self._priority + PHASE_PRIORITY * (bisect_right(self._first_hops, hop) - 1)
+        return self._comm.send(payload, dst, self.get_tag(hop), priority)
 
     def count_sent(self, nbytes: Counts) -> None:
         """Counts bytes that bypass :meth:`send`."""
@@ -218,6 +231,7 @@ def start_exchange(
     *,
     rewind: Callable[[], None] | None = None,
     is_last_of_step: bool = False,
+    priority: int | None = None,
 ) -> ExchangeHandle[T]:
     """Starts an exchange in the background, in the same order on all replicas.
 
@@ -231,11 +245,12 @@ def start_exchange(
       result_codec: Codec of its result.
       rewind: Restores what ``make`` has changed, before the exchange is built again.
       is_last_of_step: True if this is the last exchange of a training step.
+      priority: Priority of its messages, see :class:`ExchangeChannel`; ignored in an elastic run.
     """
     if runtime.elastic is not None:
         started: ExchangeHandle[T] = runtime.elastic.start(
             number, part, make, result_codec, rewind=rewind, is_last_of_step=is_last_of_step
         )
         return started
-    channel = ExchangeChannel(runtime.comm, number, part)
+    channel = ExchangeChannel(runtime.comm, number, part, priority)
     return ExchangeHandle(channel, runtime.launch(make(channel)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import re
 import socket
 import struct
 
@@ -18,6 +19,7 @@ __all__ = [
     "find_loopback_address",
     "format_tcp_address",
     "is_loopback",
+    "parse_address",
 ]
 
 LOOPBACK = "127.0.0.1"
@@ -89,6 +91,18 @@ def check_host(host: str, option: str) -> None:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"{option}: unknown host ({error.strerror})") from None
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Returns host and port of ``HOST:PORT``, in which an IPv6 address is in brackets.
+
+    Raises:
+      ConfigError: it has another form.
+    """
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:]+)):(\d{1,5})", text)
+    if match is None or not 0 < int(match[3]) < 1 << 16:
+        raise ConfigError(f"{text}: must be HOST:PORT, an address of IPv6 in brackets")
+    return match[1] or match[2], int(match[3])
 
 
 def find_local_address(host: str) -> str:

@@ -122,6 +122,8 @@ class Sender:
         """Messages whose head has not been taken: a heap by priority and order."""
         self._partial: list[tuple[int, int, _OutgoingMessage]] = []
         """Messages whose head has been taken, and some of whose pieces have not: a heap too."""
+        self._current: _OutgoingMessage | None = None
+        """Message whose piece was taken last."""
         self._order = self._count = 0
         self._records: list[bytes] = []
         """Records that are taken first."""
@@ -169,8 +171,7 @@ class Sender:
         if is_first_connection and self._records:
             small, self._records = list(self._records), []
         while True:
-            has_waiting = is_first_connection and bool(self._waiting)
-            if has_waiting and (not self._partial or self._waiting[0] < self._partial[0]):
+            if is_first_connection and self._should_start_waiting():
                 priority, order, message = heapq.heappop(self._waiting)
                 head = message.frames[0]
                 small += (_RECORD.pack(len(head), RecordKind.HEAD), head)
@@ -182,7 +183,7 @@ class Sender:
                 if max_nbytes <= 0:
                     break
             elif self._partial and (max_nbytes >= _MIN_ROOM_NBYTES or not (small or chunk.buffers)):
-                message = self._partial[0][2]
+                self._current = message = self._partial[0][2]
                 header, part = message.take_piece(max_nbytes)
                 self.dequeued_nbytes += len(part)
                 small.append(header)
@@ -197,6 +198,16 @@ class Sender:
         if small:
             chunk.buffers.append(b"".join(small))
         return chunk if chunk.buffers else None
+
+    def _should_start_waiting(self) -> bool:
+        """Returns True if a waiting message comes next: the most urgent one, unless the current one is sooner done."""
+        if not self._waiting or not self._partial:
+            return bool(self._waiting)
+        *waiting_rank, waiting = self._waiting[0]
+        *partial_rank, partial = self._partial[0]
+        return waiting_rank < partial_rank and (
+            partial is not self._current or waiting.nbytes < partial.nbytes
+        )
 
     @staticmethod
     def mark_sent(chunk: Chunk) -> None:

@@ -101,7 +101,7 @@ def find_device(name: str, *, forward_flops: float | None = None) -> DeviceProfi
     if name.endswith(".toml"):
         return load_device(Path(name), forward_flops=forward_flops)
     if name not in DEVICES:
-        raise UnknownName("device", name, [*DEVICES, "a file ending in .toml"])
+        raise UnknownName("device", name, DEVICES, "a file ending in .toml")
     device, reference = DEVICES[name], _load_reference().coding
     assert reference is not None
     times = _compute_time_ratio(device)

@@ -162,7 +162,7 @@ class DeviceProfile:
 
     def compute_seconds(self, cost: Cost, moment: Moment) -> float:
         """Computes the time of a computation that begins at a moment."""
-        return self._compute_base_seconds(cost) * self.compute_slowdown(moment)
+        return self._compute_base_seconds(cost) * cost.share * self.compute_slowdown(moment)
 
     def compute_slowdown(self, moment: Moment) -> float:
         """Returns the factor of computing time at a moment: the device's slowdown times those of its stragglers."""
@@ -206,16 +206,43 @@ class DeviceProfile:
         """
         if not self.layers or not numels:
             return [place / len(order) for place in range(1, len(order) + 1)]
+        elapsed_s = list(accumulate(layer.backward_s for layer in reversed(self.layers)))
+        total_s = elapsed_s[-1] or 1.0
+        last_layers = self._find_last_layers(numels)
+        return list(accumulate((elapsed_s[last_layers[bucket]] / total_s for bucket in order), max))
+
+    def compute_use_fractions(self, order: Sequence[int], cost: Cost) -> list[float]:
+        """Computes the fraction of a forward pass before which each bucket of ``order`` is not used.
+
+        Without layers or the buckets' sizes the shares are evenly spaced. With layers, a bucket is used when the layer
+        of its first parameter in forward order begins. The seconds before a pass come first.
+
+        Args:
+          order: Indices of the buckets in the order of their first use.
+          cost: Cost of the forward pass, with the number of parameters in each bucket.
+
+        Raises:
+          ConfigError: The layers are those of another model.
+        """
+        forward_s = cost.samples * self.forward_per_sample_s
+        if self.layers and cost.numels:
+            remaining_s = list(accumulate(layer.forward_s for layer in reversed(self.layers)))
+            last_layers = self._find_last_layers(cost.numels)
+            starts_s = [forward_s - cost.samples * remaining_s[last_layers[bucket]] for bucket in order]
+        else:
+            starts_s = [forward_s * place / len(order) for place in range(len(order))]
+        total_s = self.step_s + forward_s or 1.0
+        return list(accumulate(((self.step_s + max(start_s, 0.0)) / total_s for start_s in starts_s), max))
+
+    def _find_last_layers(self, numels: Sequence[int]) -> list[int]:
+        """Returns the layer of each bucket that is closest to the input; layers are counted from the output side.
+
+        Raises:
+          ConfigError: The layers are those of another model.
+        """
         cumulative_numel = list(accumulate(layer.numel for layer in reversed(self.layers)))
         if cumulative_numel[-1] != sum(numels):
             raise ConfigError(
                 f"{self.name}: layers: they have {cumulative_numel[-1]} parameters, and the model has {sum(numels)}"
             )
-        elapsed_s = list(accumulate(layer.backward_s for layer in reversed(self.layers)))
-        bucket_ends = list(accumulate(numels))
-        total_s = elapsed_s[-1] or 1.0
-        shares: list[float] = []
-        for bucket in order:
-            share = elapsed_s[bisect_left(cumulative_numel, bucket_ends[bucket])] / total_s
-            shares.append(max(share, shares[-1]) if shares else share)
-        return shares
+        return [bisect_left(cumulative_numel, end) for end in accumulate(numels)]

@@ -15,17 +15,20 @@ from farflung.comm.wire import supports_dtype
 from farflung.types import Payload, Runtime
 
 if TYPE_CHECKING:
+    from farflung.engine.buckets import GradientBucket
     from farflung.network import NetworkProfile
 
 __all__ = [
     "average",
     "average_tensors",
+    "average_weights",
     "barrier",
     "broadcast",
     "compute_fingerprint",
     "compute_sketch",
     "estimate_max_divergence",
     "find_unequal",
+    "gather_steps",
     "load_values",
     "sum_over_ranks",
 ]
@@ -165,6 +168,14 @@ async def find_unequal(
     return [int(index) for index in (~bits & sizes).nonzero()]
 
 
+async def gather_steps(runtime: Runtime, step: int, number: int, *, purpose: Purpose) -> dict[int, int]:
+    """Returns the step of each replica by rank, equal on all ranks; lost ranks are left out."""
+    rows = torch.zeros(runtime.comm.size, 2, dtype=torch.float64)
+    rows[runtime.comm.rank] = torch.tensor([1, step])
+    _, summed = await sum_over_ranks(runtime, _EMPTY, rows.flatten(), number, purpose=purpose)
+    return {rank: int(other) for rank, (is_there, other) in enumerate(summed.view(rows.shape)) if is_there}
+
+
 async def barrier(runtime: Runtime, number: int, purpose: Purpose) -> None:
     """Waits until all replicas have called it."""
     await sum_over_ranks(runtime, _EMPTY, torch.zeros(1, dtype=torch.float64), number, purpose=purpose)
@@ -295,6 +306,15 @@ async def average_tensors(runtime: Runtime, tensors: Sequence[Tensor], number: i
     )
     load_values(tensors, (total / (int(count) * share)).split([tensor.numel() for tensor in tensors]))
     return nbytes
+
+
+async def average_weights(
+    runtime: Runtime, buckets: Iterable[GradientBucket], number: int, purpose: Purpose, *, first_part: int = 0
+) -> list[Tensor]:
+    """Returns the mean parameters over the replicas, flat by bucket."""
+    weights = [bucket.copy_weights() for bucket in buckets]
+    await average(runtime, weights, number, purpose, first_part=first_part)
+    return weights
 
 
 def _view_as_real(tensor: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from farflung.config import BUCKET_NBYTES
+from farflung.engine.placement import to_local
 from farflung.errors import ConfigError, Unsupported
 from farflung.types import Bucket, Json, ParameterSpan, TensorSpec
 
-__all__ = ["GradientBucket", "GradientBuckets", "build_buckets"]
+__all__ = ["GradientBucket", "GradientBuckets", "build_buckets", "create_views", "group_parameters"]
 
 FIRST_BUCKET_NBYTES = 1 << 20
 """Size of the first bucket. It is small so that the first exchange starts early, as in DistributedDataParallel."""
@@ -63,18 +64,23 @@ class GradientBucket:
         self._gradients = [view.detach() for view in self.views]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Values of the parameters on this process, for reading and writing."""
+        return [parameter.detach() for parameter in self.parameters]
+
+    @property
     def spec(self) -> TensorSpec:
         """Spec of the flat tensor and its parameters; shapes are in the order of memory."""
         spans, start = [], 0
-        for parameter, order in zip(self.parameters, self.orders, strict=True):
-            spans.append(ParameterSpan(tuple(parameter.shape[dim] for dim in order), start))
-            start += parameter.numel()
+        for tensor, order in zip(self.tensors, self.orders, strict=True):
+            spans.append(ParameterSpan(tuple(tensor.shape[dim] for dim in order), start))
+            start += tensor.numel()
         return replace(TensorSpec.from_tensor(self.gradient), spans=tuple(spans))
 
     @property
     def layout(self) -> list[Json]:
         """Shapes of the parameters, and the order of their dimensions in memory."""
-        return [[list(p.shape), list(order)] for p, order in zip(self.parameters, self.orders, strict=True)]
+        return [[list(t.shape), list(order)] for t, order in zip(self.tensors, self.orders, strict=True)]
 
     def view(self, flat: Tensor) -> list[Tensor]:
         """Returns views of a contiguous tensor of this size, one in the shape and strides of each parameter."""
@@ -83,14 +89,13 @@ class GradientBucket:
 
     def copy_weights(self, out: Tensor | None = None) -> Tensor:
         """Returns a flat copy of the parameters, in ``out`` if it is given."""
-        ordered = zip(self.parameters, self.orders, strict=True)
-        return torch.cat([p.detach().permute(order).reshape(-1) for p, order in ordered], out=out)
+        ordered = zip(self.tensors, self.orders, strict=True)
+        return torch.cat([tensor.permute(order).reshape(-1) for tensor, order in ordered], out=out)
 
     def load_weights(self, flat: Tensor) -> None:
         """Overwrites the parameters."""
-        with torch.no_grad():
-            for parameter, values in zip(self.parameters, self.view(flat), strict=True):
-                parameter.copy_(values)
+        for tensor, values in zip(self.tensors, self.view(flat), strict=True):
+            tensor.copy_(values)
 
     def load_gradient(self, mean: Tensor) -> None:
         """Sets each ``p.grad`` to its part of ``mean``; ``None`` if it is frozen, or unused with a part of zeros.
@@ -100,15 +105,23 @@ class GradientBucket:
         """
         if mean.data_ptr() != self.gradient.data_ptr():
             self.gradient.copy_(mean)
+        self.assign_gradients()
+
+    def assign_gradients(self) -> None:
+        """Sets each ``p.grad`` to its part of the flat tensor, or to ``None``; see :meth:`load_gradient`."""
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if (
                 place in self.unreached_places
                 or not parameter.requires_grad
-                or (place in self.unused_places and not view.any())
+                or (place in self.unused_places and not self.has_values(view))
             ):
                 parameter.grad = None
             else:
                 self._set_gradient(place)
+
+    def has_values(self, view: Tensor) -> bool:
+        """Returns True if a part of the mean is not all zeros."""
+        return bool(view.any())
 
     def gather(self) -> None:
         """Copies gradients outside the flat tensor into it, replaces them by views, and zeros missing ones."""
@@ -147,7 +160,7 @@ class GradientBucket:
         return any(
             (grad := parameter.grad) is not self._gradients[place]
             and place not in exempt
-            and (grad is None or grad.data_ptr() != self.views[place].data_ptr())
+            and (grad is None or to_local(grad).data_ptr() != self.views[place].data_ptr())
             for place, parameter in enumerate(self.parameters)
         )
 
@@ -170,7 +183,7 @@ class GradientBucket:
             if gaps and gaps[-1][1] == first:
                 first = gaps.pop()[0]
             gaps.append((first, last))
-        return [self.gradient[first:last] for first, last in gaps]
+        return [self.gradient.as_strided((last - first,), (1,), first) for first, last in gaps]
 
 
 class GradientBuckets:
@@ -199,7 +212,7 @@ class GradientBuckets:
         for name, p in trainable:
             if p.is_complex():
                 raise Unsupported(f"parameter {name} is complex: make its torch.view_as_real the parameter")
-        self._buckets = build_buckets(trainable, bucket_nbytes)
+        self._buckets = self._build(trainable, bucket_nbytes)
         self.buckets = tuple(Bucket(bucket.index, bucket.spec) for bucket in self._buckets)
         """Buckets as passed to schedules."""
         self.numels = tuple(bucket.spec.numel for bucket in self.buckets)
@@ -214,6 +227,11 @@ class GradientBuckets:
             for bucket in self._buckets
             for place, parameter in enumerate(bucket.parameters)
         ]
+
+    def _build(
+        self, trainable: Sequence[tuple[str, nn.Parameter]], bucket_nbytes: int
+    ) -> Sequence[GradientBucket]:
+        return build_buckets(trainable, bucket_nbytes)
 
     def __getitem__(self, index: int) -> GradientBucket:
         return self._buckets[index]
@@ -235,16 +253,27 @@ class GradientBuckets:
         return [parameter for bucket in self._buckets for parameter in bucket.parameters]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Values of the parameters on this process, in the order of :attr:`parameters`."""
+        return [tensor for bucket in self._buckets for tensor in bucket.tensors]
+
+    @property
     def nbytes(self) -> int:
         """Number of bytes of one dense gradient."""
         return sum(bucket.spec.nbytes for bucket in self.buckets)
 
-    def run_backward(self, loss: Tensor, ready: Callable[[int], None]) -> None:
-        """Runs autograd and calls ``ready(index)`` once as each bucket fills, from one thread at a time."""
+    def run_backward(self, loss: Tensor | None, ready: Callable[[int], None]) -> None:
+        """Runs autograd and calls ``ready(index)`` once as each bucket fills, from one thread at a time.
+
+        Without a loss, all parameters contribute zeros.
+        """
+        if loss is None:
+            self.clear()
         self.arm(ready)
         try:
-            loss.backward()
-            self.finish()
+            if loss is not None:
+                loss.backward()
+            self.finish(may_warn=loss is not None)
         finally:
             self._on_ready = None
 
@@ -263,10 +292,10 @@ class GradientBuckets:
         """Names of the parameters without a gradient since :meth:`arm`."""
         return [bucket.names[place] for bucket in self._buckets for place in sorted(bucket.missing_places)]
 
-    def finish(self) -> None:
-        """Ends the backward pass: parameters without a gradient contribute zeros."""
+    def finish(self, *, may_warn: bool = True) -> None:
+        """Ends the backward pass: parameters without a gradient contribute zeros, with a warning if ``may_warn``."""
         assert self._on_ready is not None
-        unused = [] if self._has_warned else self.missing_names
+        unused = self.missing_names if may_warn and not self._has_warned else []
         self._fill_missing(self._on_ready)
         self._on_ready = None
         if unused:
@@ -276,13 +305,6 @@ class GradientBuckets:
                 + (" ..." if len(unused) > 4 else ""),
                 stacklevel=2,
             )
-
-    def fill_zeros(self, ready: Callable[[int], None]) -> None:
-        """Replaces a backward pass: all parameters contribute zeros."""
-        self.clear()
-        self.arm(ready)
-        self._fill_missing(ready)
-        self._on_ready = None
 
     def unflatten(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns flat tensors, one for each bucket, as tensors by parameter name."""
@@ -301,12 +323,20 @@ class GradientBuckets:
         gradients = [*self._iter_kept(arriving)]
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
+    def has_nonzero_gradients(self) -> bool:
+        """Returns True if any parameter has a gradient other than zero."""
+        return any(bool(to_local(p.grad).any()) for p in self.parameters if p.grad is not None)
+
     def _iter_kept(self, arriving: nn.Parameter | None) -> Iterator[Tensor]:
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 grad = parameter.grad
-                if parameter is not arriving and grad is not None and grad.data_ptr() == view.data_ptr():
-                    yield grad
+                if (
+                    parameter is not arriving
+                    and grad is not None
+                    and (values := to_local(grad)).data_ptr() == view.data_ptr()
+                ):
+                    yield values
 
     def is_finite(self) -> bool:
         """Returns True if the gradients of the last pass, which may have been removed since, are finite."""
@@ -360,19 +390,28 @@ def build_buckets(
     named_parameters: Sequence[tuple[str, nn.Parameter]], bucket_nbytes: int = BUCKET_NBYTES
 ) -> list[GradientBucket]:
     """Returns buckets of named parameters in reverse order; each dtype and device has its own buckets."""
-    groups = _group_parameters(reversed(named_parameters), bucket_nbytes)
+    groups = group_parameters(reversed(named_parameters), bucket_nbytes, lambda _, p: (p.dtype, p.device))
     return [_build_bucket(index, group) for index, group in enumerate(groups)]
 
 
-def _group_parameters(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], bucket_nbytes: int
+def group_parameters(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    bucket_nbytes: float,
+    get_key: Callable[[str, nn.Parameter], object],
 ) -> list[list[tuple[str, nn.Parameter]]]:
+    """Groups parameters with equal keys by size, in their order.
+
+    Args:
+      named_parameters: Names and parameters.
+      bucket_nbytes: Size in bytes at which a group is closed.
+      get_key: Function that returns the key of a parameter.
+    """
     groups: list[list[tuple[str, nn.Parameter]]] = []
-    open_group: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    open_group: dict[object, list[tuple[str, nn.Parameter]]] = {}
+    filled: dict[object, int] = {}
     first = True
     for name, parameter in named_parameters:
-        key = (parameter.dtype, parameter.device)
+        key = get_key(name, parameter)
         if key not in open_group:
             open_group[key], filled[key] = [], 0
             groups.append(open_group[key])
@@ -389,15 +428,21 @@ def _build_bucket(index: int, group: list[tuple[str, nn.Parameter]]) -> Gradient
     parameters = [parameter for _, parameter in group]
     numel = sum(parameter.numel() for parameter in parameters)
     flat = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
-    orders = [_find_memory_order(parameter) for parameter in parameters]
-    views, start = [], 0
-    for parameter, order in zip(parameters, orders, strict=True):
-        if parameter.permute(order).is_contiguous():
-            views.append(flat.as_strided(parameter.shape, parameter.stride(), start))
-        else:
-            views.append(flat[start : start + parameter.numel()].view(parameter.shape))
-        start += parameter.numel()
+    views, orders = create_views(flat, parameters)
     return GradientBucket(index, flat, names, parameters, views, orders)
+
+
+def create_views(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+    """Returns views of a flat tensor in the shapes and strides of tensors, and the order of their dimensions."""
+    orders = [_find_memory_order(tensor) for tensor in tensors]
+    views, start = [], 0
+    for tensor, order in zip(tensors, orders, strict=True):
+        if tensor.permute(order).is_contiguous():
+            views.append(flat.as_strided(tensor.shape, tensor.stride(), start))
+        else:
+            views.append(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()
+    return views, orders
 
 
 def _find_memory_order(parameter: Tensor) -> tuple[int, ...]:

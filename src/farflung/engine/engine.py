@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from farflung.comm import Purpose
-from farflung.engine.averaging import average, average_tensors
+from farflung.engine.averaging import average_tensors, average_weights
 from farflung.engine.buckets import GradientBuckets
 from farflung.engine.extension import Extension
 from farflung.engine.flight import Flight, concatenate
 from farflung.engine.gate import LinkGate
 from farflung.engine.merge_states import MergeStates
 from farflung.engine.metadata import PendingMetadata, StepMetadata
-from farflung.engine.placement import move_state
+from farflung.engine.placement import move_state, to_local
 from farflung.engine.plan import Arrival, StepOutcome, StepPlan
 from farflung.engine.reducer_states import ReducerStates
 from farflung.engine.times import StepTimer
@@ -27,7 +27,17 @@ from farflung.engine.unused import UnusedParameters
 from farflung.errors import NonFinite, Unsupported
 from farflung.files import wrap_decision_errors
 from farflung.moments import collect_moments, get_learning_rate
-from farflung.types import Reducer, ReduceResult, Runtime, Schedule, SharedStats, State, Transfer
+from farflung.types import (
+    ForwardTrace,
+    Json,
+    Reducer,
+    ReduceResult,
+    Runtime,
+    Schedule,
+    SharedStats,
+    State,
+    Transfer,
+)
 
 __all__ = ["Engine"]
 
@@ -51,6 +61,8 @@ class Engine:
       on_nonfinite: Policy for a loss that is not finite; see :class:`farflung.config.Training`.
       should_check_gradients: True to check gradients for this too, because the loss is unknown.
       steps: Number of steps of the run; ``None`` if unknown.
+      trace: Trace of a forward pass, for a schedule with deferred updates.
+      agree: Function that returns the same value to all processes of a site; ``None`` if it has one process.
 
     Raises:
       Unsupported: no unit contains a bucket, a merge is named twice, or a fragment is on several devices.
@@ -69,7 +81,10 @@ class Engine:
         on_nonfinite: str = "stop",
         should_check_gradients: bool = False,
         steps: int | None = None,
+        trace: ForwardTrace | None = None,
+        agree: Callable[[Json], Json] | None = None,
     ) -> None:
+        self._agree = agree
         self._runtime, self._buckets, self._reducer, self._schedule = runtime, buckets, reducer, schedule
         self._on_nonfinite = on_nonfinite
         self._should_check_gradients = should_check_gradients
@@ -91,7 +106,9 @@ class Engine:
         self.unused = UnusedParameters()
         self._metadata = PendingMetadata(self._unit_states.values(), runtime.comm.rank)
         self._schedule_state = schedule.init()
-        self._plan = StepPlan(0, StepMetadata(0.0, 0.0), (), None)
+        if trace is not None:
+            self._schedule_state = schedule.record_trace(self._schedule_state, self._sync_units, trace)
+        self._plan = StepPlan(0, StepMetadata(0.0, 0.0), (), None, StepOutcome())
         self._has_local_steps = not schedule.is_gradient_only
         """True if ranks step on their own gradients, at some steps or all."""
         self._has_stale_anchors = False
@@ -147,7 +164,8 @@ class Engine:
         self.times.begin_step()
         rate = None if self._optimizer is None else get_learning_rate(self._optimizer)
         transfers = self._schedule.plan(self._schedule_state, self._sync_units, step)
-        plan = self._plan = StepPlan(step, metadata, transfers, rate)
+        outcome = self._plan.outcome if self._schedule.has_deferred_updates else StepOutcome()
+        plan = self._plan = StepPlan(step, metadata, transfers, rate, outcome)
         self.is_round_open = True
         if self._has_stale_anchors and not plan.has_gradients and not self.has_diverged:
             self._has_stale_anchors = False
@@ -175,13 +193,21 @@ class Engine:
         for transfer in plan.fill(index):
             self._launch_transfer(transfer)
 
-    async def merge_gradients(self) -> bool:
+    async def merge_gradients(self, index: int | None = None) -> bool:
         """Applies mean gradients that are due; returns True if the optimizer should step, on them or on local ones.
+
+        Args:
+          index: Bucket whose mean is awaited alone, with deferred updates and before the next round begins.
 
         Raises:
           NonFinite: a rank had a non-finite loss, or gradient if these are checked. It is raised on all ranks at the
             same step, before the update.
         """
+        if index is not None:
+            arrivals = await self._collect([flight for flight in self.flights if flight.unit.number == index])
+            if any(flight.is_first_of_step for flight, _, _ in arrivals):
+                await self._report_arrival(arrivals[0])
+            return await self._apply_arrivals(arrivals)
         if len(self._unapplied) > self._max_unapplied:
             await self._apply_pending()  # steps have been left out one after the other
         self._track_peak()
@@ -216,7 +242,8 @@ class Engine:
         if self.is_round_open:
             self.is_round_open = False
             self.round_number += 1
-        return self._plan.outcome
+        outcome, self._plan.outcome = self._plan.outcome, StepOutcome()
+        return outcome
 
     async def flush(self, update: Callable[[int], Awaitable[None]]) -> StepOutcome:
         """Applies all exchanges in flight, as later steps would; afterwards all ranks are equal.
@@ -224,7 +251,10 @@ class Engine:
         Args:
           update: Optimizer step, given the training step that it belongs to.
         """
-        plan = self._plan = StepPlan(self._plan.step, self._plan.metadata, (), self._plan.learning_rate)
+        previous = self._plan
+        plan = self._plan = StepPlan(
+            previous.step, previous.metadata, (), previous.learning_rate, previous.outcome
+        )
         await self._apply_pending()
         for step in sorted({flight.merge_step for flight in self.flights}):
             plan.step = step
@@ -236,8 +266,9 @@ class Engine:
             self._buckets.clear()
         self._merge_states.finish()
         if self.has_diverged:
-            parameters = [parameter.detach() for parameter in self._buckets.parameters]
-            await average(self._runtime, parameters, self.round_number, Purpose.FLUSH)
+            means = await average_weights(self._runtime, self._buckets, self.round_number, Purpose.FLUSH)
+            for bucket, mean in zip(self._buckets, means, strict=True):
+                bucket.load_weights(mean)
             self.restart()
         for name, value in (await self._metadata.sum_remaining(self._runtime, self.round_number)).items():
             plan.outcome.sums[name] = plan.outcome.sums.get(name, 0.0) + value
@@ -409,11 +440,18 @@ class Engine:
             extension.handle_launch(flight, tensors)
         plan.num_unlaunched -= 1
         flight.launch(
-            self._runtime, self._reducer, concatenate(tensors), is_last_of_step=not plan.num_unlaunched
+            self._runtime,
+            self._reducer,
+            concatenate(tensors),
+            is_last_of_step=not plan.num_unlaunched,
+            priority=transfer.priority,
         )
         self.flights.append(flight)
         if is_first and self._schedule.needs_times(self._schedule_state, plan.step):
-            flight.decider_times = self._runtime.decide("times", plan.step, self.times.to_json)
+            agreed = None if self._agree is None else self._agree(self.times.to_json())
+            flight.decider_times = self._runtime.decide(
+                "times", plan.step, self.times.to_json if agreed is None else lambda: agreed
+            )
 
     def _is_busy(self) -> bool:
         """Returns True if any exchange is incomplete."""
@@ -511,7 +549,9 @@ class Engine:
     async def _average_moments(self, flight: Flight) -> None:
         assert self._optimizer is not None
         tensors = [
-            t for bucket in flight.unit.buckets for t in collect_moments(self._optimizer, bucket.parameters)
+            to_local(moment)
+            for bucket in flight.unit.buckets
+            for moment in collect_moments(self._optimizer, bucket.parameters)
         ]
         if tensors and self._runtime.comm.size > 1:
             number = Purpose.MOMENTS.build_exchange_id(flight.round_number)

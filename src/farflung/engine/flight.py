@@ -76,6 +76,7 @@ class Flight:
         state: CodecState | None = None,
         *,
         is_last_of_step: bool = False,
+        priority: int | None = None,
     ) -> None:
         """Starts the exchange on the communication thread.
 
@@ -85,6 +86,7 @@ class Flight:
           tensor: Contribution, given away to the reducer.
           state: State of the reducer, if the exchange is repeated.
           is_last_of_step: True if it is the last to start at its step.
+          priority: Priority of its messages.
         """
         self.start_s = runtime.read_clock()
         originals, wait_until_filled = [tensor], record_stream(tensor.device)
@@ -123,6 +125,7 @@ class Flight:
             _RESULT,
             rewind=rewind,
             is_last_of_step=is_last_of_step,
+            priority=priority,
         )
         self.exchange.result.add_done_callback(handle_end)
 

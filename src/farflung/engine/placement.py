@@ -11,7 +11,7 @@ from farflung.comm.staging import copy_tensor_to_device
 from farflung.errors import ConfigError
 from farflung.types import Batch, State
 
-__all__ = ["HOST", "move_batch", "move_state", "record_stream", "select_device", "synchronize"]
+__all__ = ["HOST", "move_batch", "move_state", "record_stream", "select_device", "synchronize", "to_local"]
 
 HOST = torch.device("cpu")
 """Default device."""
@@ -70,6 +70,18 @@ def move_state(state: State, device: torch.device) -> State:
         else leaf
         for name, leaf in state.items()
     }
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the part of a tensor that this process holds, without its graph and in the same memory.
+
+    That is the local tensor of a DTensor, and all of any other tensor.
+    """
+    if not hasattr(tensor, "to_local"):
+        return tensor.detach()
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()
+    return part
 
 
 def record_stream(device: torch.device) -> Callable[[], None]:

@@ -47,6 +47,7 @@ class StepPlan:
       metadata: Metadata of this rank.
       transfers: Transfers that start at the step.
       learning_rate: Learning rate at its beginning.
+      outcome: Outcome of buckets that were merged since the last step.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class StepPlan:
         metadata: StepMetadata,
         transfers: Sequence[Transfer],
         learning_rate: float | None,
+        outcome: StepOutcome,
     ) -> None:
-        self.step, self.metadata, self.learning_rate = step, metadata, learning_rate
-        self.outcome = StepOutcome()
+        self.step, self.metadata, self.learning_rate, self.outcome = step, metadata, learning_rate, outcome
         self.num_unlaunched = len(transfers)
         """Number of transfers not launched yet."""
         self.has_launched = False

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
@@ -45,9 +46,12 @@ class FarflungStrategy(DDPStrategy):
     codecs and schedules. ``trainer.fit(..., ckpt_path=...)`` resumes from both. With a late schedule, validation uses
     each rank's own parameters, and they become equal at the end of ``fit``.
 
+    With ``FARFLUNG_SITE`` in the environment, all processes of this trainer are one site, each with a copy of the
+    module, see ``site`` of :func:`farflung.attach`. Each site has a folder of its own for checkpoints.
+
     Args:
       recipe: Recipe or its name.
-      attach_options: Further options of :func:`farflung.attach`, other than ``launch_env`` and ``store``.
+      attach_options: Further options of :func:`farflung.attach`, other than ``launch_env``, ``store`` and ``site``.
       strategy: Options of Lightning's ``DDPStrategy`` that do not concern its wrapper.
 
     Raises:
@@ -75,7 +79,7 @@ class FarflungStrategy(DDPStrategy):
         """Attaches to model and optimizer before training.
 
         Raises:
-          Unsupported: there is not exactly one optimizer.
+          Unsupported: there is not exactly one optimizer, or the module is sharded.
         """
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
@@ -85,12 +89,20 @@ class FarflungStrategy(DDPStrategy):
                 f"FarflungStrategy needs one optimizer: configure_optimizers() made {len(self.optimizers)}"
             )
         assert self.model is not None
+        if any(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
+            raise Unsupported(
+                "FarflungStrategy: the module is sharded, and Lightning would save one shard of it: use "
+                "farflung.attach(site=...) in a loop of your own"
+            )
         store = c10d._get_process_group_store(c10d._get_default_group()) if self.world_size > 1 else None
         self._run_id = create_run_id(self.root_device)
         env = LaunchEnv(self.global_rank, self.world_size, self.local_rank, self.num_processes)
-        self._handle = attach(
-            self.model, self.optimizers[0], self._recipe, launch_env=env, store=store, **self._attach_options
+        place = (
+            {"launch_env": env, "store": store}
+            if LaunchEnv.read_site() is None
+            else {"site": dist.group.WORLD}
         )
+        self._handle = attach(self.model, self.optimizers[0], self._recipe, **place, **self._attach_options)
 
     @contextmanager
     @override

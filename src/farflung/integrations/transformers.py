@@ -24,6 +24,7 @@ from farflung.integrations.rank_files import (
     save_rank_file,
 )
 from farflung.recipes import Recipe
+from farflung.wall import LaunchEnv
 
 require_modules("farflung.integrations.transformers", "transformers", extra="transformers")
 
@@ -46,11 +47,14 @@ class FarflungCallback(TrainerCallback):
     ``farflung-<rank>-of-<size>.safetensors``. A training resumed from a checkpoint restores it, in any location. All
     ranks end with equal parameters.
 
+    With ``FARFLUNG_SITE`` in the environment, all processes of this trainer are one site, each with a copy of the
+    model, see ``site`` of :func:`farflung.attach`. Each site has an output folder of its own.
+
     Args:
       trainer: Trainer whose model is left unwrapped. Its ``train`` passes the loaded checkpoint to the callback; its
         ``evaluate`` and ``save_model`` use the averaged model.
       recipe: Recipe or its name.
-      options: Further options of :func:`farflung.attach`, other than ``launch_env`` and ``store``.
+      options: Further options of :func:`farflung.attach`, other than ``launch_env``, ``store`` and ``site``.
 
     Raises:
       MissingExtra: on import, without the extra ``transformers``.
@@ -125,13 +129,12 @@ class FarflungCallback(TrainerCallback):
             )
         if self.handle is not None:
             self.handle.finish()
-        self.handle = attach(
-            self._model,
-            self._optimizer,
-            self._recipe,
-            store=c10d._get_process_group_store(c10d._get_default_group()),
-            **self._options,
+        place = (
+            {"store": c10d._get_process_group_store(c10d._get_default_group())}
+            if LaunchEnv.read_site() is None
+            else {"site": dist.group.WORLD}
         )
+        self.handle = attach(self._model, self._optimizer, self._recipe, **place, **self._options)
         device = next(self._model.parameters()).device
         saved_state = cast("dict[str, Any]", state.stateful_callbacks)
         if state.global_step:

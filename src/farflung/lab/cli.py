@@ -33,8 +33,9 @@ INTERRUPTED_CODE = 130
 
 @dataclass(frozen=True)
 class RunInLab:
-    """Run a program on nodes of this machine, joined by the links of a network profile; needs root.
+    """Run real workers over the links of a network profile; needs root.
 
+    Nodes are network namespaces of this machine, joined by shaped links.
     farflung lab --network wifi-10mbps --nodes 4 train --steps 100, or any program that torchrun could start:
     farflung lab --network four-regions -- python train.py
     """
@@ -175,8 +176,8 @@ def _build_cells(pair: PairMeasurement) -> list[str]:
         f"{1e3 * pair.expected_latency_s:.3f}",
         f"{pair.bandwidth_bps / 1e6:.2f}",
         f"{pair.expected_bandwidth_bps / 1e6:.2f}",
-        f"{pair.loss:.2%}",
-        f"{pair.expected_loss:.2%}",
+        f"{100 * pair.loss:.2f} %",
+        f"{100 * pair.expected_loss:.2f} %",
         "" if pair.is_accurate else "off",
     ]
 

@@ -45,11 +45,28 @@ class Components:
 
     def __post_init__(self) -> None:
         _check_resharding(self.sharing, self.stream, self.sampler)
+        self._check_deferred_updates()
         is_unshared = self.stream.has_random_access and not self.sharing.has_data_transfers
         if self.sampler.is_balanced and not is_unshared:
             raise ConfigError(
                 f"{BALANCED_LABEL}: shares out samples that all replicas have: leave out --stream and --sharing"
             )
+
+    def _check_deferred_updates(self) -> None:
+        """Checks that nothing needs the moment at which all results of a step have arrived, if there is none.
+
+        Raises:
+          ConfigError: a component does.
+        """
+        if not self.schedule.has_deferred_updates:
+            return
+        reason = ""
+        if self.has_rate_scaling:
+            reason = "--scaling: the optimizer steps before all weights are known: leave it out"
+        elif not self.has_equal_batch_sizes or self.needs_shares:
+            reason = "--sampler, --stream and --sharing: batches depend on results of the step before: leave them out"
+        if reason:
+            raise ConfigError(f"{reason}, or choose --schedule synchronous")
 
     @cached_property
     def needs_shares(self) -> bool:

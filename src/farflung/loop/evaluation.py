@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from farflung.comm import Purpose
 from farflung.comm.wire import supports_dtype
 from farflung.engine.averaging import average, find_unequal, load_values, sum_over_ranks
-from farflung.engine.placement import move_batch
+from farflung.engine.placement import move_batch, to_local
 from farflung.seeding import RandomState, derive_seed
 from farflung.types import Cost, Dataset, Runtime, Workload
 
@@ -46,14 +46,11 @@ async def apply_consensus(
       number: Number of the exchange, equal on all ranks.
       consensus: Result of :meth:`farflung.engine.Engine.get_consensus_parameters`.
     """
-    trained_params, averaged_if_unequal, overwritten, new_values = _collect_consensus_tensors(
-        model, consensus
-    )
+    trained_params, candidates, overwritten, new_values = _collect_consensus_tensors(model, consensus)
+    averaged_if_unequal = [*map(to_local, candidates)]
     indices = await find_unequal(runtime, averaged_if_unequal, number, purpose=Purpose.EVALUATION)
-    means = [
-        tensor.detach() for tensor in (*trained_params, *(averaged_if_unequal[index] for index in indices))
-    ]
-    overwritten_data = [tensor.detach() for tensor in overwritten]
+    means = [*map(to_local, trained_params), *(averaged_if_unequal[index] for index in indices)]
+    overwritten_data = [*map(to_local, overwritten)]
     saved_values = [tensor.clone() for tensor in (*means, *overwritten_data)]
     await average(runtime, means, number, Purpose.EVALUATION, first_part=1)
     load_values(overwritten_data, new_values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from farflung.engine.buckets import GradientBuckets
 from farflung.engine.engine import Engine
 from farflung.engine.extension import Extension, StepResult
 from farflung.engine.flight import zero_contributions
+from farflung.engine.forward import ForwardWatcher, trace_forward
 from farflung.engine.metadata import StepMetadata
 from farflung.engine.placement import HOST, move_batch, synchronize
 from farflung.engine.plan import StepOutcome
@@ -46,6 +47,7 @@ from farflung.types import (
     Dataset,
     Decision,
     ElasticMembership,
+    ForwardTrace,
     Json,
     RateSchedule,
     Reducer,
@@ -116,6 +118,10 @@ class Replica:
     engine: Engine = field(init=False)
     _stop_agreement: StopAgreement = field(init=False)
     _rate_schedule: RateSchedule = field(init=False)
+    _use_order: Sequence[int] = field(init=False, default=())
+    """Buckets in the order of their first use, if updates are deferred."""
+    _watcher: ForwardWatcher | None = field(init=False, default=None)
+    """Watcher of the last forward pass, if updates are deferred."""
     _rate: float | None = field(init=False, default=None)
     """Learning rate of this step, if the rate changes."""
     _num_samples: int = field(init=False, default=0)
@@ -171,6 +177,8 @@ class Replica:
         )
         self.buckets = GradientBuckets(self.model.named_parameters(), components.bucket_nbytes)
         self._stop_agreement = StopAgreement(self.runtime, self.is_stop_requested)
+        trace = self._trace_forward(self.workload) if components.schedule.has_deferred_updates else None
+        self._use_order = () if trace is None else trace.order
         self.engine = Engine(
             self.runtime,
             self.buckets,
@@ -180,6 +188,7 @@ class Replica:
             optimizer=self.optimizer,
             on_nonfinite=self.training.on_nonfinite,
             steps=self.training.steps,
+            trace=trace,
         )
         self.engine.restart()
         self.accumulated_gradient = AccumulatedGradient(self.model)
@@ -285,11 +294,17 @@ class Replica:
             is_stopped = not is_finished and await self._stop_agreement.is_last(self.completed_steps - 1)
             if is_stopped and self.runtime.comm.rank == 0:
                 self.runtime.decisions.record(Decision(STOP, self.completed_steps - 1, True, timing=False))
-            if is_stopped or is_finished or _is_due(self.completed_steps, self.training.checkpoint_every):
+            should_save = (
+                is_stopped or is_finished or _is_due(self.completed_steps, self.training.checkpoint_every)
+            )
+            should_evaluate = is_finished or _is_due(self.completed_steps, self.training.evaluate_every)
+            if self.schedule.has_deferred_updates and (should_save or should_evaluate):
+                await self._settle()
+            if should_save:
                 await self.save()
             if is_finished:
                 await self.flush()
-            if is_finished or _is_due(self.completed_steps, self.training.evaluate_every):
+            if should_evaluate:
                 pending_score = await self._start_evaluation()
         if pending_score is None and not is_stopped:
             pending_score = await self._start_evaluation()
@@ -357,13 +372,15 @@ class Replica:
         begin_s = read_clock()
         for extension in self._extensions:
             await extension.prepare_step(step)
-        self._set_rate(step)
+        if not self.schedule.has_deferred_updates:
+            self._set_rate(step)
+        waited_before_s = self.engine.times.waited_s
         metadata, fetched_s = await self._compute(step)
-        computed_s = read_clock()
+        computed_s, use_wait_s = read_clock(), self.engine.times.waited_s - waited_before_s
         for extension in self._extensions:
             await extension.use_wait(step)
         scored_s = read_clock() if self.components.sampler.needs_scores else computed_s
-        has_gradient = await self.engine.merge_gradients()
+        has_gradient = not self.schedule.has_deferred_updates and await self.engine.merge_gradients()
         merged_s = read_clock()
         if has_gradient:
             self._scale_rate(step)
@@ -379,8 +396,8 @@ class Replica:
         for extension in self._extensions:
             await extension.finish_step(result)
         split = TimeSplit(
-            (computed_s - fetched_s) + (updated_s - merged_s),
-            (merged_s - scored_s) + (read_clock() - updated_s),
+            (computed_s - fetched_s - use_wait_s) + (updated_s - merged_s),
+            use_wait_s + (merged_s - scored_s) + (read_clock() - updated_s),
             fetched_s - begin_s,
             scoring=scored_s - computed_s,
         )
@@ -400,9 +417,7 @@ class Replica:
         with ExitStack() as stack:
             for extension in self._extensions:
                 stack.enter_context(extension.compute_context(step))
-            loss, metadata = await self.runtime.compute(
-                Cost("forward", len(batch)), lambda: self.compute_scaled_loss(batch, weights)
-            )
+            loss, metadata = await self._run_forward(step, batch, weights)
             self.engine.begin_round(step, metadata)
             self.accumulated_gradient.load_gradients(len(batch))
             await self.runtime.run_backward(
@@ -411,6 +426,52 @@ class Replica:
                 self.engine.handle_bucket,
             )
         return metadata, fetched_s
+
+    def _trace_forward(self, workload: Workload) -> ForwardTrace:
+        """Traces a forward pass of a new model, on the first two samples of the training set."""
+        seed = self.training.seed
+        with RandomState.preserve_globals():
+            RandomState(derive_seed(seed, "trace"), self.device).install()
+            model = workload.build_model(create_generator(seed, "model")).to(self.device).train()
+            data, _ = workload.load_datasets()
+            batch = move_batch(data.take(torch.arange(min(2, len(data))), train=True), self.device)
+            buckets = GradientBuckets(model.named_parameters(), self.components.bucket_nbytes)
+            return trace_forward(buckets, lambda: workload.compute_losses(model, batch))
+
+    async def _run_forward(
+        self, step: int, batch: Batch, weights: Tensor | None
+    ) -> tuple[Tensor, StepMetadata]:
+        """Runs the forward pass; deferred updates are applied before their buckets are used."""
+        cost = Cost("forward", len(batch), self.buckets.numels)
+        if not self.schedule.has_deferred_updates:
+            return await self.runtime.compute(cost, lambda: self.compute_scaled_loss(batch, weights))
+
+        def run(use: Callable[[int], None]) -> tuple[Tensor, StepMetadata]:
+            def check_use(index: int) -> None:
+                watcher.check_order(step, self._use_order)
+                use(index)
+
+            self._watcher = watcher = ForwardWatcher(self.buckets, check_use)
+            with watcher:
+                return self.compute_scaled_loss(batch, weights)
+
+        result = await self.runtime.run_forward(cost, self._use_order, run, self._update_bucket)
+        await self._settle()
+        self._set_rate(step)
+        return result
+
+    async def _update_bucket(self, index: int) -> None:
+        """Waits for a bucket's mean and steps the optimizer on it."""
+        if await self.engine.merge_gradients(index):
+            share = self.buckets.numels[index] / sum(self.buckets.numels)
+            await self.runtime.compute(Cost("optimizer", 0, share=share), self.update)
+        self.buckets.clear()
+
+    async def _settle(self) -> None:
+        """Applies deferred updates that no forward pass has awaited."""
+        if await self.engine.merge_gradients():
+            await self.runtime.compute(Cost("optimizer", 0), self.update)
+        self.buckets.clear()
 
     async def _join(self) -> None:
         """Loads a snapshot of the run, and follows its steps until this replica becomes a member."""
@@ -447,7 +508,7 @@ class Replica:
         self._set_rate(step)
         samples = await self.batch_loader.pick(step)
         self.engine.begin_round(step, StepMetadata(math.nan, 0.0))
-        self.buckets.fill_zeros(self.engine.handle_bucket)
+        self.buckets.run_backward(None, self.engine.handle_bucket)
         has_gradient = await self.engine.merge_gradients()
         if has_gradient:
             self._scale_rate(step)
@@ -566,6 +627,8 @@ class Replica:
         """Runs autograd, and calls ``ready`` for each bucket as it fills."""
         self._random.install()
         self.buckets.run_backward(loss, ready)
+        if self._watcher is not None:
+            self._watcher.check_gradients(self.completed_steps)
         synchronize(self.device)
 
     def update(self) -> None:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Collection, Mapping
 
 from farflung.config import Setting
-from farflung.errors import ConfigError
+from farflung.errors import ConfigError, UnknownName
 from farflung.recipes.recipe import RECIPES
 from farflung.spec import parse, parse_name, unparse
 from farflung.types import Json
@@ -63,10 +63,7 @@ def _parse_changed_nodes(text: str, settings: Collection[str]) -> tuple[str, dic
     options = dict(zip(allowed, call.args, strict=False))
     for option in unknown:
         if option not in allowed:
-            extras = f", and of its {family}: {', '.join(allowed)}" if allowed else ""
-            raise ConfigError(
-                f"recipe {text!r}: cannot change {option!r}; it can change: {', '.join(sorted(settings))}{extras}"
-            )
+            raise ConfigError(f"recipe {text!r}: {UnknownName('setting', option, [*settings, *allowed])}")
         if option in options:
             raise ConfigError(f"recipe {text!r}: {option} is given twice")
         options[option] = changes.pop(option)

@@ -56,6 +56,11 @@ def build_components(recipe: Recipe, seed: int, partition_index: int | None) -> 
             f"{recipe.collective}) count waits for samples against their deadline: choose another collective"
         )
     schedule: Schedule = _build_component("schedule", recipe.schedule, SCHEDULES)
+    if is_native and schedule.has_deferred_updates:
+        raise ConfigError(
+            f"schedule {format_spec(recipe.schedule, SCHEDULES)}: the backend's own collectives (--collective "
+            f"{recipe.collective}) send in the order of their launch: choose another collective"
+        )
     sampler_seed = derive_seed(seed, "sampler", *([] if partition_index is None else [partition_index]))
     sampler: Sampler = _build_component(
         "sampler", recipe.sampler, SAMPLERS, {"seed": sampler_seed}, needs_fresh=True

@@ -228,6 +228,19 @@ RECIPES: dict[str, Recipe] = {
             sampler="grouped_importance(rule='paper', groups='bacc')",
             sharing="resharding",
         ),
+        Recipe(
+            "tictac",
+            "TicTac: no barrier, and means that unlock the next forward pass leave first (Hashemi et al. 2019)",
+            schedule="priority",
+            bucket_nbytes=1 << 16,
+        ),
+        Recipe(
+            "p3",
+            "P3: no barrier, and means leave in the order of their use, in small pieces (Jayarajan et al. 2019)",
+            collective="direct",
+            schedule="priority(order='forward')",
+            bucket_nbytes=200_000,
+        ),
     )
 }
 """Presets by name."""

@@ -84,9 +84,9 @@ class CodecExchange:
         self.channel.charge("encode", tensor.numel(), method)
         return codec.encode(state, tensor, step=self.step, count=1)
 
-    def send(self, payloads: Sequence[Payload], hops: int) -> int:
-        """Sends each other rank its payload and the metadata; returns the first of the reserved hops."""
-        hop = self.channel.reserve_hops(hops)
+    def send(self, payloads: Sequence[Payload]) -> int:
+        """Sends each other rank its payload and the metadata; returns the hop."""
+        hop = self.channel.reserve_hops(1)
         for peer in list_peers(self.channel):
             self.channel.send(Payload((payloads[peer], self.metadata)), peer, hop)
         return hop
@@ -180,7 +180,7 @@ def start_all_gather(
     payload, state = exchange.encode(codec, method, state, tensor)
     # Peers may still read the payload when the sum overwrites the tensor.
     local_payload = clone_shared(payload, tensor)
-    hop = exchange.send([local_payload] * channel.size, 1)
+    hop = exchange.send([local_payload] * channel.size)
 
     async def finish() -> Sums:
         """Returns the sums, in rank order whatever the order of arrival."""
@@ -259,7 +259,7 @@ def start_two_phases(
         return coding.decode(payload, TensorSpec((segment.length,), tensor.dtype), segment, count)
 
     payloads = [encode(segment.narrow(inputs), segment, 1) for segment in segments]
-    hop, sum_error = exchange.send(payloads, 2), tensor[:0]
+    hop, return_hop, sum_error = exchange.send(payloads), channel.reserve_hops(1), tensor[:0]
     if has_feedback:
         decoded = [decode(payload, segment, 1) for payload, segment in zip(payloads, segments, strict=True)]
         channel.charge("subtract", tensor.numel())
@@ -277,11 +277,11 @@ def start_two_phases(
         total = sum_in_order(parts)
         packed = encode(total, shard, size)
         for peer in list_peers(channel):
-            channel.send(packed, peer, hop + 1)
+            channel.send(packed, peer, return_hop)
         for owner, segment in enumerate(segments):
             payload = packed
             if owner != rank:
-                payload = copy_to_device(await channel.recv(owner, hop + 1), tensor.device)
+                payload = copy_to_device(await channel.recv(owner, return_hop), tensor.device)
             dense = decode(payload, segment, size)
             channel.charge("copy", segment.length)
             segment.narrow(tensor).copy_(dense)

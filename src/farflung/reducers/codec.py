@@ -91,6 +91,11 @@ class CodecReducer(Reducer):
         check_choice("codec", "phases", self.phases, ("auto", "gather", "two", "hops"))
         check_codecs("reducer codec", self.codec)
 
+    @property
+    @override
+    def compresses_matrices(self) -> bool:
+        return getattr(self.codec, "compresses_matrices", False)
+
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """Returns the state of the codec, with seeds if the tensor is cut into segments.

@@ -72,6 +72,7 @@ class PowerSGD(Reducer):
 
     is_repeatable: ClassVar[bool] = True
     has_shared_delta: ClassVar[bool] = True
+    compresses_matrices: ClassVar[bool] = True
 
     rank: int | None = None
     min_ratio: float = 2.0
@@ -100,6 +101,15 @@ class PowerSGD(Reducer):
             if self.dense_steps is not None
             else replace(self, dense_steps=max(steps // 10, rate_warmup_steps))
         )
+
+    @property
+    @override
+    def warmup_steps(self) -> int:
+        return self.dense_steps or 0
+
+    @override
+    def scale_warmup(self, share: float) -> PowerSGD:
+        return replace(self, dense_steps=round(share * self.dense_steps)) if self.dense_steps else self
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
-__all__ = ["ComparisonRow", "RunHistory", "compare_runs", "draw_comparison", "render_comparison_table"]
+__all__ = [
+    "ComparisonRow",
+    "RunHistory",
+    "compare_runs",
+    "draw_comparison",
+    "fold_text",
+    "render_comparison_table",
+]
 
 # Okabe and Ito's palette.
 COLOURS = (BLUE, VERMILLION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -219,7 +226,7 @@ def render_comparison_table(rows: Sequence[ComparisonRow], target: float, width:
         if row.network == previous_network and "network" in cells:
             cells["network"] = ""
         for column in TEXT_COLUMNS & cells.keys():
-            cells[column] = _fold_text(cells[column], widths[column])
+            cells[column] = fold_text(cells[column], widths[column])
         table.add_row(*map(Text, cells.values()))
         previous_network = row.network
     return table
@@ -324,10 +331,10 @@ def _is_balanced(text: str) -> bool:
     return bool(depth) and min(depth) >= 0 and depth[-1] == 0
 
 
-def _fold_text(text: str, width: int) -> str:
+def fold_text(text: str, width: int) -> str:
     """Breaks a text into lines, after punctuation if possible.
 
-    >>> _fold_text("error_feedback(topk(density=0.01))", 16).splitlines()
+    >>> fold_text("error_feedback(topk(density=0.01))", 16).splitlines()
     ['error_feedback(', 'topk(density=', '0.01))']
     """
     lines = [""]

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
+from itertools import takewhile
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,13 +18,13 @@ import numpy as np
 
 from farflung.recipes import FAMILIES
 from farflung.report.reading import OPTIONAL_PARTS, TIME_PARTS, RankHistory, read_rank_histories
-from farflung.report.tables import render_summary_table
+from farflung.report.tables import format_score, render_summary_table
 from farflung.report.trace import BACKGROUND_EVENTS, STEP_PARTS
 from farflung.report.traffic import read_traffic
 from farflung.telemetry import Event, read_number
 from farflung.types import Json
 
-__all__ = ["ReportedRun", "build_report_data", "render_report_page"]
+__all__ = ["ReportedRun", "build_report_data", "render_report_page", "shorten_names"]
 
 Figure: TypeAlias = "dict[str, Json]"
 """Chart, bars, Gantt chart or table, as the page's script draws it."""
@@ -66,7 +67,7 @@ class _Chart(NamedTuple):
 
 LEARNING, BUFFERS, SAMPLING = "What was learned", "Buffers", "Sampling by importance"
 CHARTS = (
-    _Chart(LEARNING, "Test score", "accuracy, or another score", {"": ("accuracy", None)}, uses_evaluations=True),
+    _Chart(LEARNING, "Test {score}", "{score}", {"": ("accuracy", None)}, uses_evaluations=True),
     _Chart(LEARNING, "Test loss", "loss", {"": ("loss", None)}, uses_evaluations=True),
     _Chart(LEARNING, "Training loss", "mean over all replicas", {"": ("mean_loss", None)}),
     _Chart("Steps", "Duration of each step, on the rank where it was longest", "seconds", {"": ("duration_s", None)}),
@@ -91,7 +92,7 @@ class ReportedRun:
     """Stored run, read from its folder; it may still be going on.
 
     Args:
-      name: Unique name of the run.
+      name: Name of the run on the page, which is unique there.
       settings: Stored configuration.
       events: Events of each replica, in the order they were emitted.
       summary: Final summary, if the run has ended.
@@ -109,7 +110,6 @@ class ReportedRun:
     ) -> None:
         self.name, self.settings, self.events = name, settings, events
         self.is_simulated = "network" in settings
-        self.title = f"{name} (simulated)" if self.is_simulated else name
         self.histories = read_rank_histories(events)
         ranks = sorted(self.histories, key=lambda rank: (len(self.histories[rank].steps), -rank))
         by_progress = [self.histories[rank] for rank in ranks]
@@ -190,30 +190,39 @@ class ReportedRun:
 
 
 def _build_chart(chart: _Chart, runs: Sequence[ReportedRun]) -> Iterator[Figure]:
-    """Builds a chart of all runs; many losses get a moving mean, with raw values for one run only."""
+    """Builds a chart of all runs; many losses get a moving mean, with raw values for one run only.
+
+    Lines that stand for a whole run have its number, which selects their colour in all charts.
+    """
     lines: list[Json] = []
-    for run in runs:
+    for number, run in enumerate(runs):
         if (required := REQUIRED_FIELDS.get(chart.section)) and not any(
             event.get(required) for _, event in run.steps.values()
         ):
             continue
         for name, values in run.build_lines(chart):
-            title = ", ".join(filter(None, [name, run.title if len(runs) > 1 or not name else ""]))
+            title = ", ".join(filter(None, [name, run.name if len(runs) > 1 or not name else ""]))
+            entry: dict[str, Json] = {} if name else {"run": number}
             smoothed = chart.title == "Training loss" and len(values) >= MIN_SMOOTHED
             if values and not (smoothed and len(runs) > 1):
-                lines.append(
-                    {
-                        **_build_thinned_line(run, title, values, from_evaluations=chart.uses_evaluations),
-                        "faint": smoothed,
-                    }
-                )
+                raw = "each step" if smoothed else title
+                line = _build_thinned_line(run, raw, values, from_evaluations=chart.uses_evaluations)
+                lines.append({**line, **entry, "faint": smoothed})
             if smoothed:
                 means = _smooth(values.values(), max(2, len(values) // 50))
-                lines.append(
-                    _build_thinned_line(run, f"{title}, moving mean", dict(zip(values, means, strict=True)))
-                )
+                mean = f"{title}, moving mean" if len(runs) > 1 else "moving mean"
+                line = _build_thinned_line(run, mean, dict(zip(values, means, strict=True)))
+                lines.append({**line, **entry})
     if lines:
-        yield _build_line_chart(chart.title, chart.label, runs, lines, from_zero=chart.section != LEARNING)
+        title, label = (text.format(score=_name_score(runs)) for text in (chart.title, chart.label))
+        yield _build_line_chart(title, label, runs, lines, from_zero=chart.section != LEARNING)
+
+
+def _name_score(runs: Sequence[ReportedRun]) -> str:
+    """Returns the word for the score of all runs: accuracy if all of them can be one."""
+    scores = [read_number(event, "accuracy") for run in runs for _, event in run.evaluations.values()]
+    names = {format_score(score)[0] for score in scores}
+    return names.pop() if len(names) == 1 else "score"
 
 
 def _smooth(values: Iterable[float], half: int) -> list[float]:
@@ -254,8 +263,12 @@ def _build_line_chart(
     }
 
 
-def _build_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[Json]]) -> Figure:
-    return {"kind": "table", "title": title, "columns": [*columns], "rows": [list(row) for row in rows]}
+def _build_table(
+    title: str, columns: Iterable[str], rows: Iterable[Sequence[Json]], *, is_exact: bool = False
+) -> Figure:
+    """Builds a table, whose figures have three digits unless they are exact."""
+    cells: list[Json] = [list(row) for row in rows]
+    return {"kind": "table", "title": title, "columns": [*columns], "rows": cells, "exact": is_exact}
 
 
 def _build_time_bars(run: ReportedRun, title: str) -> Iterator[Figure]:
@@ -325,7 +338,7 @@ def _build_members(run: ReportedRun, title: str) -> Iterator[Figure]:
         yield _build_line_chart(title, "members", [run], [line], from_zero=True)
         fields = ("view", "step", "members", "lost", "joined", "repeated_steps")
         rows = [[*map(event.get, fields), time_s] for time_s, event in views]
-        yield _build_table(f"Views of {run.title}", [*fields[:-1], "steps made again", "time (s)"], rows)
+        yield _build_table(f"Views of {run.name}", [*fields[:-1], "steps made again", "time (s)"], rows)
 
 
 def _build_shares(run: ReportedRun, title: str) -> Iterator[Figure]:
@@ -348,15 +361,41 @@ def _build_traffic(run: ReportedRun, title: str) -> Iterator[Figure]:
 def _build_results(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     """Builds the summary of one run, or a comparison of several."""
     if len(runs) == 1 and (summary := runs[0].summary):
-        keys, values = render_summary_table(summary, is_simulated=runs[0].is_simulated).columns
-        yield _build_table(
-            "", ["what", "how much"], zip(map(str, keys.cells), map(str, values.cells), strict=True)
-        )
+        cells = (map(str, column.cells) for column in render_summary_table(summary).columns)
+        yield _build_table("", [], zip(*cells, strict=True))
         return
-    names = dict.fromkeys(name for run in runs for name in run.figures)
-    yield _build_table(
-        "", ["run", *names, "state"], ([run.title, *map(run.figures.get, names), run.status] for run in runs)
-    )
+    target = _TargetTimes.from_runs(runs) if len(runs) > 1 else None
+    names = dict.fromkeys(name for run in runs for name, value in run.figures.items() if value)
+    columns = [f"test {_name_score(runs)}" if name == "test score" else name for name in names]
+    rows = [[run.name, *map(run.figures.get, names), run.status] for run in runs]
+    if target is not None:
+        columns = [f"time to {target.score:.3g} (s)", "speed-up over the slowest", *columns]
+        slowest_s = max(target.seconds)
+        for row, seconds in zip(rows, target.seconds, strict=True):
+            row[1:1] = [seconds, slowest_s / seconds if seconds else None]
+    yield _build_table("", ["run", *columns, "state"], rows)
+
+
+class _TargetTimes(NamedTuple):
+    """Best score that every run reached, and the seconds in which each did."""
+
+    score: float
+    seconds: Sequence[float]
+
+    @staticmethod
+    def from_runs(runs: Sequence[ReportedRun]) -> _TargetTimes | None:
+        """Returns None if a run was never evaluated."""
+        courses = [
+            [
+                (time_s, read_number(event, "accuracy"))
+                for _, (time_s, event) in sorted(run.evaluations.items())
+            ]
+            for run in runs
+        ]
+        if not all(courses):
+            return None
+        target = min(max(score for _, score in course) for course in courses)
+        return _TargetTimes(target, [next(t for t, score in course if score >= target) for course in courses])
 
 
 def _compare_to_simulated(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
@@ -381,6 +420,7 @@ def _build_settings(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
         "Those that differ come first" if len(runs) > 1 else "",
         ["setting", *(run.name for run in runs)],
         rows,
+        is_exact=True,
     )
 
 
@@ -388,12 +428,31 @@ def _build_machines(run: ReportedRun, title: str) -> Iterator[Figure]:
     """Builds the tables of machines, or of what a simulated run was modelled on."""
     hellos = [events[0] for events in run.events.values() if events and events[0]["event"] == "hello"]
     if names := dict.fromkeys(name for event in hellos for name in event if name != "event"):
-        yield _build_table(title, names, [[event.get(name) for name in names] for event in hellos])
+        yield _build_table(
+            title, names, [[event.get(name) for name in names] for event in hellos], is_exact=True
+        )
     if run.summary and isinstance(model := run.summary.get("simulated"), dict):
-        yield _build_table(title, ["modelled", "as"], model.items())
+        yield _build_table(title, ["modelled", "as"], model.items(), is_exact=True)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------
+
+
+def shorten_names(names: Sequence[str]) -> list[str]:
+    """Returns names without the words that all of them begin or end with.
+
+    >>> shorten_names(["runs/ring-wifi-seed-0", "runs/ring-int8-wifi-seed-0"])
+    ['ring', 'ring-int8']
+    """
+    words = [re.split(r"(?<=[/-])", name) for name in names]
+    free = min(map(len, words)) - 1 if len(words) > 1 else 0
+
+    def count_equal(columns: Iterable[Sequence[str]]) -> int:
+        return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+
+    num_last = min(free, count_equal(zip(*map(reversed, words), strict=False)))
+    num_first = min(free - num_last, count_equal(zip(*words, strict=False)))
+    return ["".join(name[num_first : len(name) - num_last]).rstrip("/-") for name in words]
 
 
 def build_report_data(runs: Sequence[ReportedRun], *, is_live: bool = False) -> dict[str, Json]:
@@ -410,7 +469,7 @@ def build_report_data(runs: Sequence[ReportedRun], *, is_live: bool = False) -> 
     several = len(runs) > 1
 
     def build_all(build: Callable[[ReportedRun, str], Iterator[Figure]], title: str) -> list[Figure]:
-        return [fig for run in runs for fig in build(run, f"{title}, {run.title}" if several else title)]
+        return [fig for run in runs for fig in build(run, f"{title}, {run.name}" if several else title)]
 
     sections: dict[str, list[Figure]] = {
         "Results": [*_build_results(runs)],
@@ -426,13 +485,16 @@ def build_report_data(runs: Sequence[ReportedRun], *, is_live: bool = False) -> 
         sections.setdefault(chart.section, []).extend(_build_chart(chart, runs))
     sections |= {"Settings": [*_build_settings(runs)], "Machine": build_all(_build_machines, "Where it ran")}
     heading = f"{runs[0].name}: {runs[0].settings.get('workload')}, {runs[0].settings.get('recipe')}"
-    simulated = ", ".join(run.name for run in runs if run.is_simulated)
+    num_simulated = sum(run.is_simulated for run in runs)
+    whose = "All times" if num_simulated == len(runs) else "Times of runs marked (simulated)"
+    states = dict.fromkeys(run.status for run in runs)
     content = {
         "title": f"{len(runs)} runs" if several else heading,
-        "state": "; ".join(f"{run.name} {run.status}" if several else run.status for run in runs),
-        "simulated": f"Simulated: times of {simulated} are modelled; what was learned is real."
-        if simulated
-        else "",
+        "state": states.popitem()[0]
+        if len(states) == 1
+        else "; ".join(f"{run.name} {run.status}" for run in runs),
+        "simulated": f"{whose} are simulated; what was learned is real." if num_simulated else "",
+        "runs": [run.name for run in runs] if several else [],
         "live": is_live,
         "sections": [{"title": title, "figures": figures} for title, figures in sections.items() if figures],
     }

@@ -96,24 +96,25 @@ def render_summary_table(
     Args:
       summary: Result of :meth:`farflung.loop.Summary.to_json`, or an ``end`` event.
       title: Title above the table.
-      is_simulated: Whether times are simulated, which the table then says beside each.
+      is_simulated: Whether times are simulated, which the title then says.
 
     Raises:
       DataError: A figure is missing; names it.
       MissingExtra: rich is not installed.
     """
-    table = create_table(title, show_header=False)
+    table = create_table(
+        "; ".join(filter(None, [title, "simulated times" if is_simulated else ""])), show_header=False
+    )
     from rich.filesize import decimal
 
     def get_figure(name: str, values: Mapping[str, Json] = summary) -> float:
         return read_number(values, name, "the summary of the run")
 
-    clock = ", simulated" if is_simulated else ""
     steps = f"{get_figure('steps'):,.0f}"
-    table.add_column("what", no_wrap=True)
-    table.add_column("how much", justify="right", overflow="fold")
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", overflow="fold")
     if summary.get("stopped") and summary.get("final_accuracy") is None:
-        table.add_row("test accuracy", "stopped before any")
+        table.add_row("test accuracy", "not evaluated yet")
     else:
         name, score = format_score(get_figure("final_accuracy"))
         table.add_row(f"test {name}", score, style="bold")
@@ -133,23 +134,21 @@ def render_summary_table(
         table.add_row("held by the schedule", decimal(int(nbytes)))
     if isinstance(sampling := summary.get("sampling"), dict):
         table.add_row("drawn by scores", _format_sampling(sampling))
-    table.add_row(f"duration{clock}", format_duration(get_figure("duration_s")), end_section=True)
+    table.add_row("duration", format_duration(get_figure("duration_s")), end_section=True)
     seconds = read_time_split(summary, "the summary of the run")
     total = sum(seconds.values())
     for name, label in TIME_PARTS.items():
         if seconds[name] or name not in OPTIONAL_PARTS:
             share = f"{100 * seconds[name] / total:5.1f} %" if total > 0 else ""
-            table.add_row(f"  {label}{clock}", f"{format_duration(seconds[name])}  {share}")
+            table.add_row(f"  {label}", f"{format_duration(seconds[name])}  {share}")
     if isinstance(slow := summary.get("bottleneck"), dict):
         replica = f"replica {slow['rank']}, " if "rank" in slow else ""
         fraction = read_number(slow, "share", "the bottleneck of the summary")
-        table.add_row(
-            f"bottleneck{clock}", f"{replica}{slow.get('reason')}: {100 * fraction:.0f} % of a step"
-        )
+        table.add_row("bottleneck", f"{replica}{slow.get('reason')}: {100 * fraction:.0f} % of a step")
     if "coding_s" in summary:
         coding = get_figure("coding_s")
         per_step = format_duration(coding / max(1.0, get_figure("steps")))
-        table.add_row(f"coding and messages{clock}", f"{format_duration(coding)}, {per_step} a step")
+        table.add_row("coding and messages", f"{format_duration(coding)}, {per_step} a step")
     unknown = summary.get("coding_not_charged")
     if isinstance(unknown, list):
         table.add_row("coding not charged", ", ".join(str(method) or "plain sums" for method in unknown))

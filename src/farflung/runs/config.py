@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 from typing_extensions import override
 
 from farflung.comm import Endpoint
-from farflung.config import Setting, Training, build_unknown_error, check_ranges, list_settings
+from farflung.config import Setting, Training, check_ranges, list_settings
 from farflung.devices import DeviceProfile, find_device
-from farflung.errors import CheckpointError, ConfigError
+from farflung.errors import CheckpointError, ConfigError, UnknownName
 from farflung.faults import FaultPlan, load_faults
 from farflung.files import prefix_errors
 from farflung.network import NetworkProfile, find_network
@@ -162,7 +162,7 @@ class RunConfig:
 
     @property
     def title(self) -> str:
-        return f"{self.workload}, {self.recipe.name}"
+        return f"{self.workload}, {self.recipe.text}"
 
     @property
     def seed(self) -> int:
@@ -233,7 +233,7 @@ class RunConfig:
         settings = cls.list_settings()
         for name, value in values.items():
             if name not in settings:
-                raise build_unknown_error("setting", name, settings)
+                raise UnknownName("setting", name, settings)
             if isinstance(value, str) and not is_buildable(value):
                 raise ConfigError(
                     f"{name} {value}: the run was made with an object that has no text: give it again"
@@ -504,7 +504,7 @@ class SimulatedConfig(RunConfig):
     @property
     @override
     def title(self) -> str:
-        return f"{self.workload}, {self.recipe.name}, {self.network_name}"
+        return f"{self.workload}, {self.recipe.text}, {self.network_name}"
 
     @property
     def network_name(self) -> str:

@@ -26,6 +26,9 @@ __all__ = ["PreparedRun", "name_run_folder", "prepare_run"]
 
 C = TypeVar("C", bound=RunConfig)
 
+_MAX_STEM = 120
+"""Largest number of characters of a folder's name before the time."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun(Generic[C]):
@@ -121,7 +124,7 @@ def prepare_run(
 
 def name_run_folder(title: str) -> Path:
     """Names a new folder under ``runs/`` by title and time, with a number if the name exists."""
-    stem = re.sub(r"[^\w.-]+", "-", title)
+    stem = re.sub(r"[^\w.=-]+", "-", title)[:_MAX_STEM].strip("-")
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     return next(path for path in map(Path("runs").joinpath, names) if not path.exists())

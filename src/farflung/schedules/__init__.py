@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from farflung.schedules.diloco import DiLoCo, StreamingDiLoCo
     from farflung.schedules.local_sgd import LocalSGD, PostLocalSGD, Synchronous
     from farflung.schedules.pipelined import Pipelined
+    from farflung.schedules.priority import Priority
 else:
     __getattr__, __dir__ = build_lazy_attributes(
         __name__,
@@ -21,6 +22,7 @@ else:
             "diloco": "DiLoCo StreamingDiLoCo",
             "local_sgd": "LocalSGD PostLocalSGD Synchronous",
             "pipelined": "Pipelined",
+            "priority": "Priority",
         },
     )
 
@@ -32,6 +34,7 @@ __all__ = [
     "LocalSGD",
     "Pipelined",
     "PostLocalSGD",
+    "Priority",
     "StreamingDiLoCo",
     "Synchronous",
 ]
@@ -45,6 +48,7 @@ SCHEDULES: Registry[Schedule] = Registry(
         "local_sgd": "LocalSGD",
         "pipelined": "Pipelined",
         "post_local_sgd": "PostLocalSGD",
+        "priority": "Priority",
         "streaming_diloco": "StreamingDiLoCo",
         "synchronous": "Synchronous",
     },

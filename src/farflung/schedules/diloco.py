@@ -67,6 +67,11 @@ class DiLoCo(Schedule):
 
     @property
     @override
+    def period(self) -> int:
+        return self.sync_every
+
+    @property
+    @override
     def max_steps_ahead(self) -> int:
         return self.sync_every
 
@@ -181,6 +186,11 @@ class StreamingDiLoCo(Schedule):
             Fragment(dtypes.index(dtype) * self.fragments + turn, tuple(buckets_of_turn))
             for (dtype, turn), buckets_of_turn in turns.items()
         ]
+
+    @property
+    @override
+    def period(self) -> int:
+        return self.sync_every
 
     @property
     @override

@@ -48,7 +48,7 @@ class LocalSGD(Schedule):
     Bytes and latency fall by ``sync_every``. The cost is that the mean of n replicas' updates differs from the update
     of one that sees all samples. The difference grows with the length of blocks and the learning rate.
 
-    Memory: one copy of the parameters, and one more during an exchange. A gradient is clipped before its local step.
+    Memory: one copy of the parameters; an exchange uses that of the gradient. A gradient is clipped before its step.
     Between exchanges evaluation uses the mean of the replicas' parameters, and a run ends with it.
 
     Args:
@@ -74,6 +74,11 @@ class LocalSGD(Schedule):
     @override
     def merges(self) -> tuple[Merge, ...]:
         return (Outer(optimizer_state=self.optimizer_state),)
+
+    @property
+    @override
+    def period(self) -> int:
+        return self.sync_every
 
     @property
     @override
@@ -122,6 +127,11 @@ class PostLocalSGD(Schedule):
     def merges(self) -> tuple[Merge, ...]:
         """Mean of gradients, and later mean of parameters."""
         return (Replace(), Outer(optimizer_state=self.optimizer_state))
+
+    @property
+    @override
+    def period(self) -> int:
+        return self.sync_every
 
     @property
     @override

@@ -6,6 +6,7 @@ from farflung.lazy import build_lazy_attributes
 
 if TYPE_CHECKING:
     from farflung.sim.clock import VirtualClock
+    from farflung.sim.light import LightWorkload
     from farflung.sim.network import LinkModel, VirtualCommunicator, VirtualNetwork
     from farflung.sim.recording import RecordedReplica, TrafficRecorder
     from farflung.sim.retime import RetimedReplica, build_retimed_sink
@@ -16,6 +17,7 @@ else:
         __name__,
         {
             "clock": "VirtualClock",
+            "light": "LightWorkload",
             "network": "LinkModel VirtualCommunicator VirtualNetwork",
             "recording": "RecordedReplica TrafficRecorder",
             "retime": "RetimedReplica build_retimed_sink",
@@ -25,6 +27,7 @@ else:
     )
 
 __all__ = [
+    "LightWorkload",
     "LinkModel",
     "RecordedReplica",
     "RecordedTraffic",

@@ -112,7 +112,7 @@ class Flows:
         if line.current is None:
             self._start_queued(line)
         elif priority < line.current[0]:
-            self._yield_to_urgent(line, line.current[2])
+            self._yield_to_urgent(line, line.current[2], bits)
         return message.departure
 
     def _create_queue(self, src: int, dst: int) -> _SendQueue:
@@ -205,12 +205,14 @@ class Flows:
         else:
             self._handle_flow_end(queue)
 
-    def _yield_to_urgent(self, queue: _SendQueue, message: _Message) -> None:
-        """Limits the current message to committed pieces and data in flight, so that an urgent one follows."""
+    def _yield_to_urgent(self, queue: _SendQueue, message: _Message, urgent_bits: float) -> None:
+        """Limits the current message to committed pieces and data in flight, so that a shorter urgent one follows."""
         if message.quota_bits < math.inf:
             return
         time_s, piece = self._clock.time(), 8.0 * queue.piece_nbytes
         in_flight_bits = 0.0 if queue.flow is None else queue.flow.compute_remaining_bits(time_s)
+        if message.remaining_bits + in_flight_bits <= urgent_bits:
+            return
         sent_bits = message.total_bits - message.remaining_bits - in_flight_bits
         room_bits = (sent_bits // piece + COMMITTED_PIECES) * piece - sent_bits
         if (

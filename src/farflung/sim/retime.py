@@ -25,6 +25,7 @@ from farflung.types import (
     CodecState,
     Contribution,
     Dataset,
+    ForwardTrace,
     Json,
     Payload,
     Reducer,
@@ -63,6 +64,11 @@ class RetimedReplica(Replica):
         )
         self.checkpoints = _NullCheckpoints() if self.has_checkpoints else None
         Replica.__post_init__(self)
+
+    @override
+    def _trace_forward(self, workload: Workload) -> ForwardTrace:
+        assert isinstance(workload, _StubWorkload)
+        return Replica._trace_forward(self, workload.original)
 
     @override
     def compute_scaled_loss(self, batch: Batch, weights: Tensor | None) -> tuple[Tensor, StepMetadata]:
@@ -210,10 +216,10 @@ class _StubWorkload:
     defaults: ClassVar[Mapping[str, Json]] = {}
 
     def __init__(self, workload: Workload) -> None:
-        self._workload = workload
+        self.original = workload
 
     def build_model(self, generator: torch.Generator) -> nn.Module:
-        return self._workload.build_model(generator)
+        return self.original.build_model(generator)
 
     def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         del model
@@ -224,7 +230,7 @@ class _StubWorkload:
         return torch.zeros(len(batch))
 
     def load_datasets(self) -> tuple[Dataset, Dataset]:
-        train, test = self._workload.load_datasets()
+        train, test = self.original.load_datasets()
         return _StubDataset(train), _StubDataset(test)
 
 

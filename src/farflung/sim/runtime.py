@@ -334,6 +334,23 @@ class VirtualRuntime:
             self._call_after(seconds, lambda: pending.set_result(value))
         return pending
 
+    async def run_forward(
+        self,
+        cost: Cost,
+        order: Sequence[int],
+        fn: Callable[[Callable[[int], None]], T],
+        prepare: Callable[[int], Coroutine[Pending[Any], None, None]],
+    ) -> T:
+        """Charges layer by layer, as in :meth:`farflung.devices.DeviceProfile.compute_use_fractions`; computes last."""
+        self.events += 1
+        seconds, elapsed_s = self._compute_seconds(cost), 0.0
+        for bucket, share in zip(order, self.device.compute_use_fractions(order, cost), strict=True):
+            await self._charge(seconds * share - elapsed_s)
+            elapsed_s = seconds * share
+            await prepare(bucket)
+        await self._charge(seconds - elapsed_s)
+        return fn(lambda bucket: None)
+
     def run_backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:
@@ -377,6 +394,12 @@ class VirtualRuntime:
 
     def _build_moment(self) -> Moment:
         return Moment(self._world.seed, self.comm.rank, self._num_forwards, self.read_clock())
+
+    def _charge(self, seconds: float) -> Pending[None]:
+        """Completes when the device has computed for some seconds."""
+        pending: Pending[None] = Pending()
+        self._call_after(seconds, lambda: pending.set_result(None))
+        return pending
 
     def _call_after(self, seconds: float, fn: Callable[[], None]) -> None:
         if self.coding_processor is None or self.device.can_overlap_coding:

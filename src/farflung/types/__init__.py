@@ -40,6 +40,7 @@ from farflung.types.sampling import (
 )
 from farflung.types.schedule import (
     Bucket,
+    ForwardTrace,
     Fragment,
     OptimizerFactory,
     RateScaling,
@@ -99,6 +100,7 @@ __all__ = [
     "Draw",
     "DrawContext",
     "ElasticMembership",
+    "ForwardTrace",
     "Fragment",
     "Gate",
     "Group",

@@ -149,6 +149,11 @@ class Reducer:
     before the next ones start may then be repeated, since a replica that is ahead has another state.
     """
 
+    @property
+    def compresses_matrices(self) -> bool:
+        """Returns True if bytes depend on the shapes of the parameters, and so on how they are sharded."""
+        return False
+
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """Returns the initial state for one flat tensor."""
         raise NotImplementedError
@@ -191,6 +196,16 @@ class Reducer:
           rate_warmup_steps: Number of first steps in which the learning rate rises.
         """
         del steps, rate_warmup_steps
+        return self
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of first steps whose exchanges differ from those of later steps, in a run of known length."""
+        return 0
+
+    def scale_warmup(self, share: float) -> Reducer:
+        """Returns the reducer of a run that is ``share`` times as long, with a warm-up as much shorter."""
+        del share
         return self
 
     def compute_num_exchanges(self, repeats: int) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from farflung.types.merge import Merge
 from farflung.types.tensors import State, TensorSpec
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bucket",
+    "ForwardTrace",
     "Fragment",
     "OptimizerFactory",
     "RateScaling",
@@ -53,11 +54,29 @@ SyncUnit: TypeAlias = Bucket | Fragment
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One exchange as data: the unit, the step at whose end its result is due, and its merge."""
+    """One exchange as data: the unit, the step at whose end its result is due, its merge, and its priority.
+
+    Messages of the exchanges with the lowest priority leave first; ``None`` leaves them in order.
+    """
 
     unit: SyncUnit
     merge_step: int
     merge: Merge
+    priority: int | None = field(default=None, kw_only=True)
+
+
+class ForwardTrace(NamedTuple):
+    """Uses of a model's buckets in one forward pass.
+
+    Args:
+      order: Indices of the buckets in the order of their first use; unused ones are missing.
+      dependencies: Indices of the buckets that each operation needs, directly or through its inputs.
+      flops: Floating-point operations of each operation.
+    """
+
+    order: tuple[int, ...]
+    dependencies: tuple[frozenset[int], ...]
+    flops: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +140,36 @@ class Schedule:
         return False
 
     @property
+    def has_deferred_updates(self) -> bool:
+        """Returns True if the optimizer steps on each bucket's mean when the next forward pass first uses the bucket.
+
+        Every transfer then moves the gradient of a bucket, and is due at the step at which it starts.
+        """
+        return False
+
+    @property
     def max_steps_ahead(self) -> int:
         """Maximum number of steps begun after the last one whose exchanges are all complete.
 
         0 if the schedule does not continue when replicas are lost.
         """
         return 0
+
+    @property
+    def warmup(self) -> int:
+        """Number of first steps whose transfers differ from those of later steps."""
+        return 0
+
+    @property
+    def period(self) -> int:
+        """Number of steps after which the transfers repeat, once the warm-up is over."""
+        return 1
+
+    def scale_warmup(self, share: float) -> Schedule:
+        """Returns the schedule of a run that is ``share`` times as long, with a warm-up as much shorter."""
+        if not self.warmup:
+            return self
+        return replace(self, warmup=round(share * self.warmup))  # type: ignore[type-var]
 
     def check(self, size: int) -> None:
         """Validates the number of replicas before a run begins.
@@ -151,6 +194,11 @@ class Schedule:
     def init(self) -> State:
         """Returns the state before the first step."""
         return {}
+
+    def record_trace(self, state: State, units: Sequence[SyncUnit], trace: ForwardTrace) -> State:
+        """Returns the state after a traced forward pass; called before the first step with deferred updates."""
+        del units, trace
+        return state
 
     def plan(self, state: State, units: Sequence[SyncUnit], step: int) -> list[Transfer]:
         """Returns the transfers that start at ``step``, in the order of ``units``; each unit at most once."""

@@ -120,8 +120,8 @@ class Group(Protocol):
           payload: Tensors, given away: they must not be modified until all receivers have provably read them.
           dst: Receiving rank.
           tag: Tag of the message.
-          priority: Messages to one receiver leave by ascending priority, and in order if equal. Messages below 0 do not
-            wait behind those of 0 or more, even if these are partly sent.
+          priority: Messages to one receiver leave by ascending priority, and in order if equal. A more urgent message
+            overtakes one that is partly sent if it is shorter than the remainder.
         """
         ...
 
@@ -257,11 +257,13 @@ class Cost:
       samples: Number of samples.
       numels: Number of parameters in each bucket of a backward pass, which determines when each is ready. If empty,
         buckets are ready at equal intervals.
+      share: Part of the work for which time is charged.
     """
 
     kind: Literal["forward", "backward", "optimizer", "evaluate", "score", "other"]
     samples: int
     numels: tuple[int, ...] = ()
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +328,10 @@ class Channel(Protocol):
         ...
 
     def reserve_hops(self, count: int) -> int:
-        """Reserves ``count`` consecutive hops for one collective or round; returns the first."""
+        """Reserves ``count`` consecutive hops for one phase of an exchange; returns the first.
+
+        Messages of later phases are less urgent.
+        """
         ...
 
     def charge(self, operation: str, numel: int, method: str = "") -> None:
@@ -533,6 +538,25 @@ class Runtime(Protocol):
 
     def compute(self, cost: Cost, fn: Callable[[], T]) -> Pending[T]:
         """Runs ``fn``; virtual time charges the modelled seconds."""
+        ...
+
+    async def run_forward(
+        self,
+        cost: Cost,
+        order: Sequence[int],
+        fn: Callable[[Callable[[int], None]], T],
+        prepare: Callable[[int], Coroutine[Pending[Any], None, None]],
+    ) -> T:
+        """Returns the result of ``fn(use)``, which calls ``use(i)`` before it first uses bucket ``i``.
+
+        In this world's time, ``prepare(i)`` completes before the layers that need the bucket begin.
+
+        Args:
+          cost: Cost of the forward pass.
+          order: Buckets in the order of their first use.
+          fn: Function that runs the forward pass.
+          prepare: Function that waits for a bucket and updates it.
+        """
         ...
 
     def run_backward(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from farflung.comm.interface import check_host, find_local_address, find_loopback_address
+from farflung.comm.interface import check_host, find_local_address, find_loopback_address, parse_address
 from farflung.errors import ConfigError
 from farflung.wall.stores import get_host, retry_connect, serve_store
 
@@ -75,6 +75,8 @@ _LAUNCHERS = (
         "mpiexec -genv MASTER_ADDR {} -genv MASTER_PORT 29500",
     ),
 )
+SITE_VARIABLE = "FARFLUNG_SITE"
+"""Variable with the number of a site, the number of sites, and the address where they meet."""
 _RANK_ONLY_VARIABLES = "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE"
 """Rank variables of some launchers that do not give the number of processes."""
 _MANUAL_HINT = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
@@ -101,6 +103,7 @@ class LaunchEnv:
       launcher: Launcher, for messages; empty if the values were given by hand.
       rendezvous_hint: Way to give the launcher a master address, for messages.
       served: True if the launcher serves the store at the master address; otherwise rank 0 does.
+      counts_sites: True if rank and size count sites, see :meth:`of_site`.
     """
 
     rank: int
@@ -112,6 +115,42 @@ class LaunchEnv:
     launcher: str = field(default="", compare=False)
     rendezvous_hint: str = field(default="", compare=False)
     served: bool = False
+    counts_sites: bool = False
+
+    @staticmethod
+    def of_site(number: int, count: int, address: str) -> LaunchEnv:
+        """Returns the environment of each process of a site, for :func:`farflung.attach` with ``site``.
+
+        Args:
+          number: Number of the site, from 0.
+          count: Number of sites.
+          address: ``HOST:PORT`` where the sites meet; the first process of site 0 listens there.
+
+        Raises:
+          ConfigError: The number or the address is invalid.
+        """
+        host, port = parse_address(address)
+        master = host, str(port)
+        return LaunchEnv(
+            number, count, 0, 1, master=master, launcher=SITE_VARIABLE, counts_sites=True
+        )._validate()
+
+    @staticmethod
+    def read_site(environment: Mapping[str, str] = os.environ) -> LaunchEnv | None:
+        """Reads ``FARFLUNG_SITE``, such as ``0/3@host:29400`` for site 0 of 3; returns ``None`` if it is not set.
+
+        Raises:
+          ConfigError: It has another form.
+        """
+        text = environment.get(SITE_VARIABLE)
+        if text is None:
+            return None
+        match = re.fullmatch(r"(\d+)/(\d+)@(.+)", text)
+        if match is None:
+            raise ConfigError(
+                f"{SITE_VARIABLE} is {text!r}: must be NUMBER/COUNT@HOST:PORT, such as 0/3@host:29400"
+            )
+        return LaunchEnv.of_site(int(match[1]), int(match[2]), match[3])
 
     @staticmethod
     def read(environment: Mapping[str, str] = os.environ) -> LaunchEnv | None:
@@ -162,7 +201,7 @@ class LaunchEnv:
         if self.rendezvous_file is not None:
             return dist.FileStore(str(self.rendezvous_file), self.size)
         address, port = self._resolve_master()
-        check_host(address, f"MASTER_ADDR {address}")
+        check_host(address, f"{SITE_VARIABLE if self.counts_sites else 'MASTER_ADDR'} {address}")
         patience = timedelta(seconds=connect_timeout_s)
         if self.rank == 0 and not self.served:
             return self._get_served_store(address, int(port), patience)

@@ -70,6 +70,14 @@ class Pace:
         self.sleep_until(end_s)
         self._free_s = end_s
 
+    def advance(self, seconds: float) -> None:
+        """Idles until the device has computed for some seconds since it was free."""
+        begin_s = self._read_clock() if self._free_s is None else self._free_s
+        self.end_computation(begin_s + seconds)
+
+    def compute_use_shares(self, order: Sequence[int], cost: Cost) -> list[float]:
+        return self._device.compute_use_fractions(order, cost)
+
     def compute_ready_shares(self, order: Sequence[int], numels: Sequence[int]) -> list[float]:
         return self._device.compute_ready_fractions(order, numels)
 

@@ -226,6 +226,38 @@ class WallRuntime:
         self.pace.end_computation(ends)
         return create_completed(value)
 
+    async def run_forward(
+        self,
+        cost: Cost,
+        order: Sequence[int],
+        fn: Callable[[Callable[[int], None]], T],
+        prepare: Callable[[int], Coroutine[Pending[Any], None, None]],
+    ) -> T:
+        """Computes on the calling thread, and prepares each bucket inside the forward pass, when it is used.
+
+        At a device's pace, it is used at the modelled time.
+        """
+        self.events += 1
+        if self.pace is None:
+            return fn(lambda bucket: self.drive(prepare(bucket)))
+        pace = self.pace
+        begin_s, end_s = pace.begin(cost)
+        shares = dict(zip(order, pace.compute_use_shares(order, cost), strict=True))
+        elapsed_s = 0.0
+
+        def compute_until(share: float) -> None:
+            nonlocal elapsed_s
+            pace.advance((end_s - begin_s) * share - elapsed_s)
+            elapsed_s = (end_s - begin_s) * share
+
+        def use(bucket: int) -> None:
+            compute_until(shares[bucket])
+            self.drive(prepare(bucket))
+
+        value = fn(use)
+        compute_until(1.0)
+        return value
+
     def run_backward(
         self, cost: Cost, fn: Callable[[Callable[[int], None]], None], on_ready: Callable[[int], None]
     ) -> Pending[None]:

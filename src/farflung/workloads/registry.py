@@ -67,7 +67,7 @@ def create_workload(name: str, **options: Json) -> Workload:
     try:
         factory = WORKLOADS[name]
     except KeyError:
-        raise UnknownName("workload", name, [*WORKLOADS, "module:name of your own"]) from None
+        raise UnknownName("workload", name, WORKLOADS, "module:name of your own") from None
     option_names = list(inspect.signature(factory).parameters)
     for option in options:
         if option not in option_names:

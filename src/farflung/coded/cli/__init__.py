@@ -16,7 +16,7 @@ __all__ = ["Attend", "Coded", "Coordinate", "Demo"]
 
 @dataclass(frozen=True)
 class Coded:
-    """Train linear models on devices that may vanish at any moment: coordinate, take part, or see a demonstration."""
+    """Train linear models on devices that may vanish at any moment."""
 
     command: (
         Annotated[Coordinate, tyro.conf.subcommand("coordinator", prefix_name=False)]

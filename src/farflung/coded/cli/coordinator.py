@@ -104,7 +104,7 @@ class Coordinate(OutputOptions):
         if self.json:
             print(json.dumps({**summary, "folder": str(folder.path)}))
         else:
-            print_table(("what", "how much"), _build_summary_rows(summary))
+            print_table((), _build_summary_rows(summary))
             print_files(picture=picture, model=folder.model_path)
         return 130 if summary["interrupted"] else 0
 

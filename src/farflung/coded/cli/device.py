@@ -118,7 +118,7 @@ class Attend(OutputOptions):
         lines += [
             (f"sent as {kind}", decimal(nbytes)) for kind, nbytes in sorted(summary["bytes_sent"].items())
         ]
-        print_table(("what", "how much"), [*lines, ("held", decimal(store.nbytes))])
+        print_table((), [*lines, ("held", decimal(store.nbytes))])
 
 
 class _DeviceSessions:

@@ -29,7 +29,7 @@ async def ring(
     if size == 1:
         return tensor, metadata
     transfer = SegmentChannel(channel, coding)
-    hop = channel.reserve_hops(2 * (size - 1))
+    hop, gather_hop = channel.reserve_hops(size - 1), channel.reserve_hops(size - 1)
     successor, predecessor = (rank + 1) % size, (rank - 1) % size
     places = cut_segments(tensor.numel(), size)
     segments = [place.narrow(tensor) for place in places]
@@ -47,14 +47,13 @@ async def ring(
         channel.charge("add", place.length)
         packed = transfer.pack(sum_in_order([partial_sum, segment]), place, k + 2)
 
-    hop += size - 1
     complete = (rank + 1) % size
     transfer.unpack_into(packed, segments[complete], places[complete], size)
     for k in range(size - 1):
         sending, receiving = (rank + 1 - k) % size, (rank - k) % size
-        channel.send(with_metadata(packed, extras.get(sending)), successor, hop + k)
+        channel.send(with_metadata(packed, extras.get(sending)), successor, gather_hop + k)
         target = segments[receiving]
-        packed, total_metadata = await transfer.recv(predecessor, hop + k, target)
+        packed, total_metadata = await transfer.recv(predecessor, gather_hop + k, target)
         if total_metadata is not None:
             extras[receiving] = total_metadata
         transfer.unpack_into(packed, target, places[receiving], size)

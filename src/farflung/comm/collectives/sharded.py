@@ -91,7 +91,7 @@ async def _reduce_by_owners(
     owned = cut_shards(tensor.numel(), tensor.element_size(), num_owners)
     views = [[place.narrow(tensor) for place in shard] for shard in owned]
     pieces = len(owned[0])
-    hop = channel.reserve_hops(2 * pieces)
+    hop, return_hop = channel.reserve_hops(pieces), channel.reserve_hops(pieces)
     everyone_owns = num_owners == size
     peers = list_peers(channel)
 
@@ -99,30 +99,30 @@ async def _reduce_by_owners(
         for owner in peers:
             if owner < num_owners:
                 for piece in range(pieces):
-                    channel.post_recv_buffer(owner, hop + 2 * piece + 1, views[owner][piece])
+                    channel.post_recv_buffer(owner, return_hop + piece, views[owner][piece])
     for piece in range(pieces):
         for owner in peers:
             if owner < num_owners:
                 packed = transfer.pack(views[owner][piece], owned[owner][piece], 1)
-                channel.send(with_metadata(packed, metadata if piece == 0 else None), owner, hop + 2 * piece)
+                channel.send(with_metadata(packed, metadata if piece == 0 else None), owner, hop + piece)
 
     total_metadata = metadata
     if rank < num_owners:
         for piece, (piece_view, place) in enumerate(zip(views[rank], owned[rank], strict=True)):
-            total, all_metadata = await transfer.sum(piece_view, place, hop + 2 * piece, metadata)
+            total, all_metadata = await transfer.sum(piece_view, place, hop + piece, metadata)
             if piece == 0:
                 total_metadata = sum_in_order(all_metadata)
             packed = transfer.pack(total, place, size)
             extra = total_metadata if piece == 0 and not everyone_owns else None
             for peer in peers:
-                channel.send(with_metadata(packed, extra), peer, hop + 2 * piece + 1)
+                channel.send(with_metadata(packed, extra), peer, return_hop + piece)
             transfer.unpack_into(packed, piece_view, place, size)
 
     for piece in range(pieces):
         for owner in peers:
             if owner < num_owners:
                 target = views[owner][piece]
-                packed, extra = await transfer.recv(owner, hop + 2 * piece + 1, target)
+                packed, extra = await transfer.recv(owner, return_hop + piece, target)
                 transfer.unpack_into(packed, target, owned[owner][piece], size)
                 total_metadata = total_metadata if extra is None else extra
     return tensor, total_metadata

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -80,6 +80,8 @@ class GradiVeQ(Reducer):
     References: Yu et al. 2018, eq. (3) to (6), Alg. 1; spread windows, ``ratio``, ``matrices``, votes are our choice.
     """
 
+    compresses_matrices: ClassVar[bool] = True
+
     slice_size: int = 512
     matrices: bool = False
     ratio: float | None = None
@@ -128,6 +130,15 @@ class GradiVeQ(Reducer):
     def _sample_period(self) -> int:
         """Number of exchanges from one sample to the next in spread windows."""
         return 1 + self.compress_steps // self.sample_steps
+
+    @property
+    @override
+    def warmup_steps(self) -> int:
+        return self.warm_up
+
+    @override
+    def scale_warmup(self, share: float) -> GradiVeQ:
+        return replace(self, warm_up=round(share * self.warm_up))
 
     @override
     def compute_num_exchanges(self, repeats: int) -> int:

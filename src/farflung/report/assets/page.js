@@ -3,7 +3,7 @@
   const CLOCKS = { t: "time", step: "steps", bytes: "bytes sent" };
   const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
   const COLOURS = 8, ROWS = 60, HEIGHT = 260;
-  const root = document.documentElement, main = by("main"), state = by("state");
+  const root = document.documentElement, main = by("main"), state = by("state"), hidden = new Set();
   let last = by("data").textContent, data = JSON.parse(last), drawings = [];
 
   function by(id) {
@@ -23,27 +23,29 @@
     return getComputedStyle(root).getPropertyValue("--" + name).trim();
   }
 
-  function words(value) {
+  /** Formats a value as text; a fraction with some digits, an integer with all of them. */
+  function words(value, digits = 3) {
     if (value === null || value === undefined) return "";
     if (typeof value !== "number") return Array.isArray(value) ? value.join(", ") : String(value);
     const size = Math.abs(value);
-    if (value && (size < 1e-4 || size >= 1e15)) return value.toExponential(3);
-    return value.toLocaleString("en", { maximumSignificantDigits: size < 1e6 ? 6 : 15 });
+    if (value && (size < 1e-4 || size >= 1e15)) return value.toExponential(digits - 1);
+    if (Number.isInteger(value) || size >= 10 ** digits) return Math.round(value).toLocaleString("en");
+    return value.toLocaleString("en", { maximumSignificantDigits: digits });
   }
 
   /** For ticks, where there is little room. */
   function short(value) {
-    return value === null ? "" : Math.abs(value) < 1e4 ? words(value) :
+    return value === null ? "" : Math.abs(value) < 1e4 ? words(value, 6) :
       value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
   }
 
-  function table(title, columns, rows) {
-    const cell = (value) => make("td", typeof value === "number" ? { class: "number" } : {}, words(value));
+  function table(title, columns, rows, digits) {
+    const cell = (value) => make("td", typeof value === "number" ? { class: "number" } : {}, words(value, digits));
     const head = make("thead", {}, make("tr", {}, ...columns.map((name) => make("th", { scope: "col" }, name))));
     const body = make("tbody", {}, ...rows.map(([first, ...others]) =>
-      make("tr", {}, make("th", { scope: "row" }, words(first)), ...others.map(cell))));
-    const said = make("table", {}, ...(title ? [make("caption", {}, title)] : []), head, body);
-    return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title || columns[0] }, said);
+      make("tr", {}, make("th", { scope: "row" }, words(first, digits)), ...others.map(cell))));
+    const said = make("table", {}, ...(title ? [make("caption", {}, title)] : []), ...(columns.length ? [head] : []), body);
+    return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title || columns[0] || "figures" }, said);
   }
 
   /** The figures of a drawing for readers without it; of many rows those at equal distances. */
@@ -58,27 +60,54 @@
     return by("axis").value === "t" ? figure.clock : CLOCKS[by("axis").value];
   }
 
+  /** A button for each line, which shows or hides the lines of that name. */
+  function legend(names) {
+    return make("div", { class: "chips" }, ...names.map((name, at) => {
+      const chip = make("button", { type: "button", "aria-pressed": !hidden.has(name), title: "shows or hides the line" }, make("i"), name);
+      chip.style.setProperty("--chip", `var(--line-${at % COLOURS})`);
+      chip.addEventListener("click", () => {
+        if (!hidden.delete(name)) hidden.add(name);
+        chip.setAttribute("aria-pressed", !hidden.has(name));
+        draw();
+      });
+      return chip;
+    }));
+  }
+
   function drawChart(figure, box) {
     const x = by("axis").value, ink = colour("ink"), rule = colour("rule");
+    const shared = data.runs.length > 0 && figure.lines.every((line) => line.run !== undefined);
     const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 }, values: (_, at) => at.map(short) };
-    const lines = figure.lines.map((line, at) => ({
-      label: line.name, stroke: colour(`line-${(line.faint ? at + 1 : at) % COLOURS}`), width: line.faint ? 1 : 2, alpha: line.faint ? 0.5 : 1,
-      dash: DASHES[Math.floor(at / 2) % DASHES.length], spanGaps: true, value: (_, value) => words(value),
-      points: { show: line.y.length < 40 && !line.stepped, size: 6 },
-      paths: line.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
-    }));
+    const lines = figure.lines.map((line, at) => {
+      const number = shared ? line.run : line.faint ? at + 1 : at;
+      return {
+        stroke: colour(`line-${number % COLOURS}`), width: line.faint ? 1 : 2, alpha: line.faint ? 0.5 : 1,
+        show: !hidden.has(shared ? data.runs[line.run] : line.name), dash: DASHES[Math.floor(number / 2) % DASHES.length], spanGaps: true,
+        points: { show: line.y.length < 40 && !line.stepped, size: 6 },
+        paths: line.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
+      };
+    });
+    const plot = make("div"), readout = make("p", { class: "readout" }, "\u00a0");
+    if (!shared && lines.length > 1) box.append(legend(figure.lines.map((line) => line.name)));
+    box.append(plot, readout);
+    /** Tells the values at the cursor; of a line without a point there the last one before. */
+    function read(drawn) {
+      const at = drawn.cursor.idx;
+      if (at === null || at === undefined) return readout.replaceChildren("\u00a0");
+      const values = lines.flatMap((line, number) => {
+        const before = line.show ? drawn.data[number + 1].slice(0, at + 1).findLast((value) => typeof value === "number") : undefined;
+        if (before === undefined) return [];
+        const value = make("b", {}, words(before));
+        value.style.color = line.stroke;
+        return [" ", value];
+      });
+      readout.replaceChildren(`${clock(figure)} ${words(drawn.data[0][at])}:`, ...values);
+    }
     const drawn = new uPlot({
       width: box.clientWidth, height: HEIGHT, scales: { x: { time: false }, y: figure.zero ? { range: { min: { soft: 0, mode: 1 }, max: { pad: 0.1, soft: 0, mode: 1 } } } : {} },
       axes: [{ ...axis, label: clock(figure), labelSize: 22 }, { ...axis, label: figure.label, labelSize: 22, size: 58 }],
-      series: [{ label: clock(figure), value: (_, value) => words(value) }, ...lines],
-    }, uPlot.join(figure.lines.map((line) => [line[x], line.y])), box);
-    for (const name of box.querySelectorAll(".u-legend .u-series:not(:first-child) th")) {
-      name.tabIndex = 0;
-      name.title = "shows or hides the line";
-      name.addEventListener("keydown", (event) => {
-        if (event.key === "Enter") name.click();
-      });
-    }
+      legend: { show: false }, hooks: { setCursor: [read] }, series: [{}, ...lines],
+    }, uPlot.join(figure.lines.map((line) => [line[x], line.y])), plot);
     return () => drawn.destroy();
   }
 
@@ -153,7 +182,7 @@
   function figureOf(figure, id) {
     const made = make("div", { class: figure.kind === "chart" ? "figure" : "figure wide" });
     if (figure.kind === "table") {
-      made.append(table(figure.title, figure.columns, figure.rows));
+      made.append(table(figure.title, figure.columns, figure.rows, figure.exact ? 15 : 3));
       return made;
     }
     const box = make("div", { role: "img", "aria-label": `${figure.title}; its figures are in the table below` });
@@ -181,6 +210,7 @@
     by("sections").replaceChildren(...data.sections.map((one, at) => make("a", { href: `#section-${at}` }, one.title)));
     main.replaceChildren(
       ...(data.simulated ? [make("p", { class: "simulated" }, data.simulated)] : []),
+      ...(data.runs.length ? [legend(data.runs)] : []),
       ...data.sections.map((one, at) => make("section", { id: `section-${at}` }, make("h2", {}, one.title),
         make("div", { class: "figures" }, ...one.figures.map((figure) => figureOf(figure, `${one.title}: ${figure.title}`))))));
     draw();

@@ -1,0 +1,1 @@
+"""``farflung plan`` against whole trainings of every recipe."""

@@ -1,0 +1,6 @@
+"""Sites: a replica that several processes hold together, sharded or as copies."""
+
+from farflung.sites.buckets import SiteBuckets
+from farflung.sites.site import Site
+
+__all__ = ["Site", "SiteBuckets"]
