@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LIMIT_S = 280
+LIMIT_S = 1200
 LOADED = {"audio": "src", "iframe": "src", "img": "src", "link": "href", "script": "src", "source": "src"}
 """Attributes whose addresses a browser loads when it shows a page."""
 TEX = re.compile(r"\\\(|\\\[|\\frac|\$\$")
