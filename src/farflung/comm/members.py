@@ -185,9 +185,12 @@ class ViewMembers(Listener):
                 f"its greeting: {self._addresses[rank]} is reached from {machine} alone, and this is {host}: "
                 f"{explain_reachability()}"
             )
-        if not self.transport.has_failed_auth(rank):
-            return f"its greeting{self.describe_relay(rank)}"
-        return f"its greeting: {self._addresses[rank]} was reached, but did not prove to be that rank"
+        address, relay = self._addresses[rank], self.describe_relay(rank)
+        if self.transport.has_failed_auth(rank):
+            return f"its greeting: {address} was reached, but did not prove to be that rank"
+        if relay or address is None:
+            return f"its greeting{relay}"
+        return f"its greeting: is it running, and can {address} be reached from here?"
 
     def _check_greeted(self, rank: int) -> None:
         if rank not in self._greeted:
