@@ -62,11 +62,11 @@ def test_transfers_repeat_after_a_period(schedule: str) -> None:
         transfers = built.plan(built.init(), units, step)
         return [(transfer.unit.index, transfer.merge_step - step) for transfer in transfers]
 
-    steps = range(built.warmup, built.warmup + built.period)
+    steps = range(built.warmup_steps, built.warmup_steps + built.cycle_steps)
     pattern = [list_transfers(step) for step in steps]
     assert any(pattern)
-    assert pattern == [list_transfers(step + built.period) for step in steps]
-    for period in range(1, built.period):
+    assert pattern == [list_transfers(step + built.cycle_steps) for step in steps]
+    for period in range(1, built.cycle_steps):
         assert pattern != [list_transfers(step + period) for step in steps]
 
 

@@ -125,7 +125,7 @@ def wide(recipe: str, network: str, place: int) -> RunHistory:
     "recipes,networks,width",
     RECIPES.values(),
     [("wifi",), ("wifi-10mbps", "my/own/networks/of-the-coast.toml")],
-    [60, 80, 120, 160, 200],
+    [60, 80, 100, 120, 160, 200],
 )
 def test_recipes_can_be_told_apart_and_no_figure_is_cut(
     recipes: tuple[str, ...], networks: tuple[str, ...], width: int

@@ -43,7 +43,6 @@ def test_runs_of_one_second_have_folders_of_their_own(
 # --- one at a time ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["resume", "out"])
 def test_a_folder_is_named_after_what_was_changed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,6 +62,7 @@ def test_names_of_folders_are_quoted_for_the_shell(
     assert f"farflung report '{out}'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["resume", "out"])
 def test_a_run_is_made_by_one_command_at_a_time(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
 ) -> None:

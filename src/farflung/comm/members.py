@@ -229,8 +229,10 @@ class ViewMembers:
             )
         elif self.transport.has_failed_auth(rank):
             detail = f": {peer.address} was reached, but did not prove to be that rank"
+        elif (relay := self.routes.describe_relay(rank)) or peer.address is None:
+            detail = relay
         else:
-            detail = self.routes.describe_relay(rank)
+            detail = f": is it running, and can {peer.address} be reached from here?"
         return DeadlinePassed(rank, f"its greeting{detail}", time_s)
 
     def _update_expected(self) -> None:

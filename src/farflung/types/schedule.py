@@ -169,7 +169,7 @@ class Schedule:
         """Returns the schedule of a run that is ``share`` times as long, with a warm-up as much shorter."""
         if not self.warmup_steps:
             return self
-        return replace(self, warmup=round(share * self.warmup_steps))  # type: ignore[type-var, call-arg]
+        return replace(self, warmup=round(share * self.warmup_steps))  # type: ignore[type-var]
 
     def check(self, size: int) -> None:
         """Validates the number of replicas before a run begins.
