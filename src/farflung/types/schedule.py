@@ -157,7 +157,7 @@ class Schedule:
 
     @property
     def warmup_steps(self) -> int:
-        """Number of first steps whose transfers differ from those of later steps: option ``warmup``, if there is one."""
+        """Number of first steps whose transfers differ from those of later steps: option ``warmup``, if it exists."""
         return int(getattr(self, "warmup", 0))
 
     @property
