@@ -56,6 +56,7 @@ def test_fastest_recipe_within_the_tolerance_wins_and_slower_ones_need_no_pilot(
         ("fast", 100), ("reference", 100), ("good", 100), ("good", 300), ("reference", 300)
     ]  # fmt: skip
     assert outcomes["good"].steps == pytest.approx(0.75 / 0.8 * STEPS, abs=1)
+    assert outcomes["good"].max_steps == STEPS
 
 
 def test_gap_within_its_noise_is_no_veto_but_a_longer_pilot() -> None:
@@ -65,7 +66,9 @@ def test_gap_within_its_noise_is_no_veto_but_a_longer_pilot() -> None:
     assert ("near", 600) in race.trained
     race.scores = {**race.scores, "near": 0.76}
     search = race.search()
-    assert search.choose([*race.step_s])["near"].status == "reaches"
+    near = search.choose([*race.step_s])["near"]
+    assert near.status == "reaches"
+    assert near.max_steps is None
 
 
 def test_short_pilots_allow_twice_the_tolerance() -> None:
@@ -86,12 +89,12 @@ def test_budget_ends_the_search_and_long_blocks_are_not_tried() -> None:
     assert outcomes["reference"].status == "reaches"
 
 
-def test_time_is_an_interval_only_if_the_pilot_has_reached_the_target() -> None:
+def test_time_is_an_interval_only_if_the_pilot_was_long_enough() -> None:
     assert Outcome("misses").bound_seconds(float) is None
-    low, high = Outcome("reaches", steps=100).bound_seconds(float) or (0.0, 0.0)
+    low, high = Outcome("reaches", steps=60, max_steps=100).bound_seconds(float) or (0.0, 0.0)
     assert low is None
     assert high == pytest.approx(110)
-    low, high = Outcome("reaches", steps=100, has_crossed=True).bound_seconds(float) or (0.0, 0.0)
+    low, high = Outcome("reaches", steps=100).bound_seconds(float) or (0.0, 0.0)
     assert low == pytest.approx(63)
     assert high == pytest.approx(110)
 

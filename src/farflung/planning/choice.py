@@ -27,6 +27,8 @@ within its noise.
 """
 LEAST_STEPS = 0.8
 """Smallest number of steps to a target over those of the reference that any recipe needed (measured)."""
+MIN_INTERVAL_SHARE = 0.5
+"""Smallest length of a pilot over that of the training that tells an interval of the time to the target."""
 SHORTER, LONGER = 0.63, 1.1
 """Bounds of true times over planned ones: learning 0.7 to 1.0 of them, and a tenth for the machine (measured)."""
 
@@ -63,22 +65,24 @@ class Outcome:
         only ``timed``.
       reason: Reason of ``untried``.
       gap: Gap of its longest pilot; ``None`` if it had none.
-      steps: Steps to the target, at most; ``None`` unless it reaches it.
-      has_crossed: Its pilot reached the target before its end, so that ``steps`` is an estimate and no bound.
+      steps: Estimated steps to the target; ``None`` unless it reaches it.
+      max_steps: Upper bound of them, where a pilot was too short for an interval.
     """
 
     status: Status
     reason: str = ""
     gap: Gap | None = None
     steps: int | None = None
-    has_crossed: bool = False
+    max_steps: int | None = None
 
     def bound_seconds(self, compute_seconds: Callable[[int], float]) -> tuple[float | None, float] | None:
         """Returns the bounds of the time to the target, the lower one ``None`` if unknown; ``None`` if it misses it."""
         if self.steps is None:
             return None
+        if self.max_steps is not None:
+            return None, LONGER * compute_seconds(self.max_steps)
         seconds = compute_seconds(self.steps)
-        return SHORTER * seconds if self.has_crossed else None, LONGER * seconds
+        return SHORTER * seconds, LONGER * seconds
 
 
 def compare_pilots(pilots: Sequence[Pilot], references: Sequence[Pilot]) -> Gap:
@@ -188,9 +192,11 @@ class Search:
         """Returns the outcome of a candidate that reaches the target, with its steps by its longest pilot."""
         length = max((steps for key, steps in self._trained if key == name), default=None)
         if length is None:
-            return Outcome("reaches", gap=gap, steps=self.steps)
+            return Outcome("reaches", gap=gap, steps=self.steps, max_steps=self.steps)
         level = average_curves(self._trained[self.reference, length])[-1][1] - self.tolerance
         crossing = find_crossing(average_curves(self._trained[name, length]), level)
         if crossing is None:
-            return Outcome("reaches", gap=gap, steps=self.steps)
-        return Outcome("reaches", "", gap, max(1, round(crossing / length * self.steps)), crossing < length)
+            return Outcome("reaches", gap=gap, steps=self.steps, max_steps=self.steps)
+        steps = max(1, round(crossing / length * self.steps))
+        is_long_enough = length >= MIN_INTERVAL_SHARE * self.steps
+        return Outcome("reaches", "", gap, steps, None if is_long_enough else self.steps)

@@ -244,7 +244,12 @@ def plan(
         else row
         for name, row in rows.items()
     }
-    choice = min((row for row in rows.values() if row.high_s is not None), key=lambda row: row.high_s or 0.0)
+    estimated_s = {
+        name: search.compute_seconds(name, outcome.steps)
+        for name, outcome in outcomes.items()
+        if outcome.steps is not None
+    }
+    choice = rows[min(estimated_s, key=estimated_s.__getitem__)]
     options = {"workload": reference.workload, "workers": reference.workers, **settings}
     result = Plan(
         _sort_rows(rows.values()),
