@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from farflung.engine import GradientBucket, GradientBuckets
 from farflung.engine.buckets import create_views, group_parameters
 from farflung.engine.placement import record_stream, to_local
 from farflung.sites.site import Site
-from farflung.types import ParameterSpan, TensorSpec
+from farflung.types import TensorSpec
 
 __all__ = ["SiteBucket", "SiteBuckets"]
 
@@ -73,16 +72,8 @@ class SiteBucket(GradientBucket):
     @property
     @override
     def spec(self) -> TensorSpec:
-        """Spec of the share and its parts of the parameters; they have no dimensions if other holders have the rest."""
-        spec = super().spec
-        if self._group is None:
-            return spec
-        limit, spans = self.gradient.numel(), []
-        for span in spec.spans:
-            start, end = (min(max(i - self._start, 0), limit) for i in (span.start, span.start + span.numel))
-            if end > start:
-                spans.append(ParameterSpan((end - start,), start))
-        return replace(spec, spans=tuple(spans))
+        """Spec of the share; without parameters if it cuts through them because other holders have the rest."""
+        return super().spec if self._group is None else TensorSpec.from_tensor(self.gradient)
 
     @property
     def is_finite(self) -> bool:
@@ -141,8 +132,7 @@ class SiteBucket(GradientBucket):
         if not self._is_averaged:
             return
         flags = self._flat[self._padded_numel :].fill_(1)
-        if self.zero_places:
-            flags[list(self.zero_places)] = 0
+        flags[list(self.zero_places)] = 0
         summed = self._site.move_to_group(self._flat)
         with self._site.wrap_errors():
             dist.all_reduce(summed, group=self._group)
@@ -240,12 +230,6 @@ class SiteBuckets(GradientBuckets):
         return self._site_buckets
 
     @override
-    def arm(self, ready: Callable[[int], None]) -> None:
-        self._waits.clear()
-        self._next_index = 0
-        super().arm(ready)
-
-    @override
     def has_kept_gradients(self, parameter: nn.Parameter) -> bool:
         return self._site.has_any(super().has_kept_gradients(parameter))
 
@@ -254,10 +238,6 @@ class SiteBuckets(GradientBuckets):
         gradients = list(self._iter_kept(arriving))
         exist, have_values = self._site.reduce([bool(gradients), any(bool(g.any()) for g in gradients)])
         return exist > have_values
-
-    @override
-    def has_nonzero_gradients(self) -> bool:
-        return self._site.has_any(super().has_nonzero_gradients())
 
     @override
     def is_finite(self) -> bool:
@@ -278,6 +258,7 @@ class SiteBuckets(GradientBuckets):
         ):
             self[0].gradient.fill_(math.nan)
         self._release(ready)
+        self._next_index = 0
 
     def _release(self, ready: Callable[[int], None]) -> None:
         """Averages and announces full buckets by index, up to the first that is not full."""
@@ -301,7 +282,6 @@ def _count_replicas(parameter: Tensor) -> int:
 def _get_local_gradient(parameter: Tensor) -> Tensor:
     """Returns this process's part of a gradient, in the placements of its parameter."""
     grad: Any = parameter.grad
-    placements = getattr(parameter, "placements", None)
-    if placements is not None and grad.placements != placements:
-        grad = grad.redistribute(placements=placements)
+    if hasattr(grad, "placements") and grad.placements != parameter.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return to_local(grad)
