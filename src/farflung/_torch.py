@@ -63,5 +63,5 @@ def compute_local_part(tensor: Any) -> list[Json]:
     """Returns the shape and the global offset of the part of a tensor that this process holds."""
     if not hasattr(tensor, "device_mesh"):
         return [list(tensor.shape), [0] * tensor.dim()]
-    compute = _import_private("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
-    return [[*extents] for extents in compute(tensor.shape, tensor.device_mesh, tensor.placements)]
+    find_part = _import_private("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
+    return [[*extents] for extents in find_part(tensor.shape, tensor.device_mesh, tensor.placements)]

@@ -196,7 +196,7 @@ def attach(
             site=own_site,
             should_check_gradients=nonfinite is not None,
         )
-        store = own_site.select_share(store or own_site.connect_store(env, _CONNECT_TIMEOUT_S))
+        store = own_site.connect_store(env, store, _CONNECT_TIMEOUT_S)
     runtime = WallRuntime(
         rank,
         size,
@@ -454,7 +454,7 @@ class Handle:
             self._steps.end_step(has_updated=False, is_in_pass=False)
         steps = self.step - first
         if self._site is not None:
-            self._site.check_equal("numbers of steps in join()", steps)
+            self._site.check_equal("numbers of steps in join()", [steps])
         while self._steps.step_without_data():
             pass
         self._steps.step = first + self._copy_longest_state(steps)

@@ -446,8 +446,8 @@ class StepTracker:
     def _handle_step(self) -> None:
         if self._is_stepping_optimizer or not (self.is_step_open or self._has_gradients()):
             return
-        if not self.is_step_open and self._is_null_step():
-            return
+        if not self.is_step_open and not any(g.get("lr", 1.0) for g in self._optimizer.param_groups):
+            return  # torch.distributed.checkpoint creates an optimizer's state by a step of rate 0
         self._has_stepped = None if self._has_stepped is None else True
         if not self._has_exchanged:  # otherwise the backward pass has checked them
             self._checks.check_all_exchanged()
@@ -469,11 +469,6 @@ class StepTracker:
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for p in list_optimizer_parameters(self._optimizer))
-
-    def _is_null_step(self) -> bool:
-        """Returns True for a step by which torch creates an optimizer's state, with rate 0 and zero gradients."""
-        has_rate = any(group.get("lr", 1.0) for group in self._optimizer.param_groups)
-        return not has_rate and not self._buckets.has_nonzero_gradients()
 
     def end_skipped_step(self) -> None:
         """Ends a step that the loop skipped, as a GradScaler does; a step with finite gradients stays open."""

@@ -323,10 +323,6 @@ class GradientBuckets:
         gradients = [*self._iter_kept(arriving)]
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
-    def has_nonzero_gradients(self) -> bool:
-        """Returns True if any parameter has a gradient other than zero."""
-        return any(bool(to_local(p.grad).any()) for p in self.parameters if p.grad is not None)
-
     def _iter_kept(self, arriving: nn.Parameter | None) -> Iterator[Tensor]:
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):

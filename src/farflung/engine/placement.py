@@ -77,11 +77,8 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
     That is the local tensor of a DTensor, and all of any other tensor.
     """
-    if not hasattr(tensor, "to_local"):
-        return tensor.detach()
-    with torch.no_grad():
-        part: torch.Tensor = tensor.to_local()
-    return part
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.detach()
 
 
 def record_stream(device: torch.device) -> Callable[[], None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from farflung.engine import GradientBucket, GradientBuckets
 from farflung.engine.buckets import create_views, group_parameters
 from farflung.engine.placement import record_stream, to_local
 from farflung.sites.site import Site
-from farflung.types import ParameterSpan, TensorSpec
+from farflung.types import TensorSpec
 
 __all__ = ["SiteBucket", "SiteBuckets"]
 
@@ -73,16 +72,8 @@ class SiteBucket(GradientBucket):
     @property
     @override
     def spec(self) -> TensorSpec:
-        """Spec of the share and its parts of the parameters; they have no dimensions if other holders have the rest."""
-        spec = super().spec
-        if self._group is None:
-            return spec
-        limit, spans = self.gradient.numel(), []
-        for span in spec.spans:
-            start, end = (min(max(i - self._start, 0), limit) for i in (span.start, span.start + span.numel))
-            if end > start:
-                spans.append(ParameterSpan((end - start,), start))
-        return replace(spec, spans=tuple(spans))
+        """Spec of the share; without parameters if it cuts through them because other holders have the rest."""
+        return super().spec if self._group is None else TensorSpec.from_tensor(self.gradient)
 
     @property
     def is_finite(self) -> bool:
@@ -142,8 +133,7 @@ class SiteBucket(GradientBucket):
         if not self._is_averaged:
             return
         flags = self._flat[self._padded_numel :].fill_(1)
-        if self.zero_places:
-            flags[list(self.zero_places)] = 0
+        flags[list(self.zero_places)] = 0
         summed = self._site.move_to_group(self._flat)
         with self._site.wrap_errors():
             dist.all_reduce(summed, group=self._group)
@@ -263,10 +253,6 @@ class SiteBuckets(GradientBuckets):
         return exist > have_values
 
     @override
-    def has_nonzero_gradients(self) -> bool:
-        return self._site.has_any(super().has_nonzero_gradients())
-
-    @override
     def is_finite(self) -> bool:
         return not self._site.has_any(not super().is_finite())
 
@@ -301,7 +287,6 @@ def _count_replicas(parameter: Tensor) -> int:
 def _get_local_gradient(parameter: Tensor) -> Tensor:
     """Returns this process's part of a gradient, in the placements of its parameter."""
     grad: Any = parameter.grad
-    placements = getattr(parameter, "placements", None)
-    if placements is not None and grad.placements != placements:
-        grad = grad.redistribute(placements=placements)
+    if hasattr(grad, "placements") and grad.placements != parameter.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return to_local(grad)

@@ -79,7 +79,7 @@ class Site:
           ProtocolError: The processes of the site have different numbers.
         """
         if env.counts_sites:
-            self.check_equal(f"values of {SITE_VARIABLE}", f"{env.rank}/{env.size}")
+            self.check_equal(f"values of {SITE_VARIABLE}", [f"{env.rank}/{env.size}"])
             return env.rank, env.size
         number, share = divmod(env.rank, self.size)
         if env.size % self.size or share != self.rank or self.ranks[-1] - self.ranks[0] >= self.size:
@@ -96,13 +96,19 @@ class Site:
             )
         return number, env.size // self.size
 
-    def connect_store(self, env: LaunchEnv, connect_timeout_s: float) -> dist.Store | None:
-        """Connects to the store where the sites meet; see :meth:`LaunchEnv.connect_store`."""
-        is_served = env.served or (env.counts_sites and self.rank > 0)
-        return replace(env, served=is_served).connect_store(connect_timeout_s)
+    def connect_store(
+        self, env: LaunchEnv, store: dist.Store | None, connect_timeout_s: float
+    ) -> dist.Store | None:
+        """Returns the part of a store where the processes of this number meet; ``None`` for a single site.
 
-    def select_share(self, store: dist.Store | None) -> dist.Store | None:
-        """Returns the part of a store where the processes of this number meet."""
+        Args:
+          env: Environment that counts sites, or the processes of all sites.
+          store: Store of all processes; by default the one of ``env``.
+          connect_timeout_s: Maximum time in seconds until it is reached.
+        """
+        if store is None:
+            is_served = env.served or (env.counts_sites and self.rank > 0)
+            store = replace(env, served=is_served).connect_store(connect_timeout_s)
         return None if store is None else dist.PrefixStore(f"share-{self.rank}", store)
 
     # --- agreement ------------------------------------------------------------------------------------------------
@@ -112,8 +118,7 @@ class Site:
         tensor = self.move_to_group(torch.tensor(values, dtype=torch.float64))
         with self.wrap_errors():
             dist.all_reduce(tensor, op, self._group)
-        reduced: list[float] = tensor.tolist()
-        return reduced
+        return [*tensor.tolist()]
 
     def has_any(self, flag: bool) -> bool:
         """Returns True if the flag of any process is True."""
@@ -133,21 +138,20 @@ class Site:
             dist.all_gather(rows, tensor, self._group)
         return [json.loads(bytes(row.tolist())) for row in rows]
 
-    def select_first(self, value: Json) -> Json:
+    def select_first(self, value: Json) -> Any:
         """Returns the JSON value of the first process."""
-        selected: Json = self.gather(value)[0]
-        return selected
+        return self.gather(value)[0]
 
-    def check_equal(self, what: str, value: Json) -> None:
-        """Checks that a value is equal on all processes.
+    def check_equal(self, what: str, values: Sequence[Json]) -> None:
+        """Checks that values are equal on all processes.
 
         Raises:
-          ProtocolError: It is not; names a process.
+          ProtocolError: They are not; names two processes, and the first values that differ.
         """
-        values = self.gather(value)
-        for rank, other in zip(self.ranks, values, strict=True):
-            if other != values[0]:
-                first, second = _find_difference(values[0], other)
+        rows = self.gather([*values])
+        for rank, row in zip(self.ranks, rows, strict=True):
+            if row != rows[0]:
+                first, second = next(pair for pair in zip_longest(rows[0], row) if pair[0] != pair[1])
                 raise ProtocolError(
                     f"processes {self.ranks[0]} and {rank} of one site have different {what}: {first} and {second}"
                 )
@@ -207,9 +211,10 @@ class Site:
     def equalize(self, model: nn.Module) -> None:
         """Makes parts with several holders equal to those of the first holder, and buffers to the first process's."""
         holders = self.find_holders(model.named_parameters())
-        tensors: list[tuple[Tensor, tuple[int, ...]]]
-        tensors = [(tensor, self.find_own(holders[name])) for name, tensor in model.named_parameters()]
-        tensors += [(tensor, tuple(range(self.size))) for tensor in model.buffers()]
+        tensors: list[tuple[Tensor, tuple[int, ...]]] = [
+            *((tensor, self.find_own(holders[name])) for name, tensor in model.named_parameters()),
+            *((tensor, tuple(range(self.size))) for tensor in model.buffers()),
+        ]
         for tensor, own_holders in tensors:
             if len(own_holders) > 1:
                 part = to_local(tensor)
@@ -267,7 +272,6 @@ class Site:
         """Frees the process groups."""
         for group in self._groups.values():
             dist.destroy_process_group(group)
-        self._groups.clear()
 
     def _list_ranks(self) -> str:
         return f"processes {', '.join(map(str, self.ranks))}"
@@ -287,10 +291,3 @@ def _list_fsdp_modules(model: nn.Module) -> list[Any]:
         for module in model.modules()
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
     ]
-
-
-def _find_difference(first: Json, second: Json) -> tuple[Json, Json]:
-    """Returns the first elements of two lists that differ; other values unchanged."""
-    if not isinstance(first, list) or not isinstance(second, list):
-        return first, second
-    return next(pair for pair in zip_longest(first, second) if pair[0] != pair[1])
