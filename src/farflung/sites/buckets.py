@@ -59,8 +59,8 @@ class SiteBucket(GradientBucket):
         # Behind the gradients is a flag for each parameter: the number of holders that have a gradient.
         numel = self._padded_numel + len(parameters) * self._is_averaged
         self._flat = torch.zeros(numel, dtype=tensors[0].dtype, device=tensors[0].device)
-        share = self._flat[self._start : self._start + share_numel]
         views, orders = create_views(self._flat, tensors)
+        share = self._flat[self._start : self._start + share_numel]
         super().__init__(index, share, names, parameters, views, orders)
         self._gradients = [self._wrap(place) for place in range(len(parameters))]
 
@@ -219,10 +219,9 @@ class SiteBuckets(GradientBuckets):
             return parameter.dtype, parameter.device, holders[name], replicas[name]
 
         groups = group_parameters(reversed(trainable), bucket_nbytes * site.size, get_key)
-        names = [group[0][0] for group in groups]
         self._site_buckets = [
-            SiteBucket(index, group, site, site.find_own(holders[name]), replicas[name])
-            for index, (name, group) in enumerate(zip(names, groups, strict=True))
+            SiteBucket(index, group, site, site.find_own(holders[group[0][0]]), replicas[group[0][0]])
+            for index, group in enumerate(groups)
         ]
         num_sharded = sum(hasattr(parameter, "device_mesh") for _, parameter in trainable)
         self._should_hold = self._should_check_gradients or 0 < num_sharded < len(trainable)
