@@ -669,8 +669,7 @@ class Handle:
         number = self._engine.round_number
         self._runtime.drive(self._engine.flush(update))
         if self._can_have_diverged and (spread := self._comparison.measure_spread(message_part=2)):
-            weights = self._average_weights(Purpose.COMPARISON, 3)
-            for bucket, mean in zip(self._buckets, weights, strict=True):
+            for bucket, mean in zip(self._buckets, self._average_weights(Purpose.COMPARISON, 3), strict=True):
                 bucket.load_weights(mean)
             if spread > SPREAD_TOLERANCE and not self._checks.has_warned:
                 self._checks.warn_once(

@@ -107,8 +107,10 @@ class Site:
           connect_timeout_s: Maximum time in seconds until it is reached.
         """
         if store is None:
-            is_served = env.served or (env.counts_sites and self.rank > 0)  # by the first process
-            store = replace(env, served=is_served).connect_store(connect_timeout_s)
+            # The first process of site 0 serves the store, and no other process of that site.
+            store = replace(env, served=env.served or (env.counts_sites and self.rank > 0)).connect_store(
+                connect_timeout_s
+            )
         return None if store is None else dist.PrefixStore(f"share-{self.rank}", store)
 
     # --- agreement ------------------------------------------------------------------------------------------------
@@ -163,8 +165,8 @@ class Site:
           members: Members of this process's view.
           size: Number of sites.
         """
-        votes = [float(rank in members) for rank in range(size)]
-        return tuple(rank for rank, vote in enumerate(self.reduce(votes, dist.ReduceOp.MIN)) if vote)
+        present = self.reduce([float(rank in members) for rank in range(size)], dist.ReduceOp.MIN)
+        return tuple(rank for rank in range(size) if present[rank])
 
     # --- parts of the model ---------------------------------------------------------------------------------------
 
