@@ -8,7 +8,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -150,11 +150,10 @@ def attach(
     if quorum not in ("majority", "1"):
         raise ConfigError(f"attach: quorum {quorum!r}: must be 'majority' or '1'")
     check_unwrapped(model, has_site=site is not None)
-    own_site: Site | None = None
+    own_site = None if site is None else Site(site, deadline_s)
     env = launch_env or LaunchEnv.read_site() or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
     rank, size = env.rank, env.size
-    if site is not None:
-        own_site = Site(site, deadline_s)
+    if own_site is not None:
         check_site(
             parsed_recipe,
             parts,
@@ -423,11 +422,14 @@ class Handle:
         pass. In a site, FSDP2 reduces no gradients within the context either.
         """
         self._steps.is_syncing, was_syncing = False, self._steps.is_syncing
+        if self._site is not None:
+            self._site.set_gradient_sync(self._model, is_syncing=False)
         try:
-            with nullcontext() if self._site is None else self._site.no_sync(self._model):
-                yield
+            yield
         finally:
             self._steps.is_syncing = was_syncing
+            if self._site is not None:
+                self._site.set_gradient_sync(self._model, is_syncing=was_syncing)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -533,15 +535,17 @@ class Handle:
                 f"{self._runtime.comm.size}: each rank keeps and loads its own"
             )
         if tuple(state["share"]) != self.share:
-            (share, count), (own_share, own_count) = state["share"], self.share
             raise CheckpointError(
-                f"this state is that of share {share} of {count}, and this is share {own_share} of {own_count}: "
+                f"this state is that of share {state['share'][0]} of {state['share'][1]}, and this is share "
+                f"{self.share[0]} of {self.share[1]}: "
                 "torch.distributed.checkpoint can reshard model and optimizer; begin without this state, which loses "
                 "residuals and exchanges in flight, or start as many processes"
             )
         self._reshard()
-        named_tensors = itertools.chain(self._model.named_buffers(), self._model.named_parameters())
-        tensors = {name: to_local(tensor) for name, tensor in named_tensors}
+        tensors = {
+            name: to_local(tensor)
+            for name, tensor in (*self._model.named_buffers(), *self._model.named_parameters())
+        }
         saved_tensors = state["model"]
         if state["buckets"] != self._buckets.layout or any(
             name not in tensors or tensors[name].shape != value.shape for name, value in saved_tensors.items()
@@ -603,9 +607,10 @@ class Handle:
             self._close(error)
 
     def _average_weights(self, purpose: Purpose, first_part: int) -> list[Tensor]:
-        number = self._engine.round_number
         return self._runtime.drive(
-            average_weights(self._runtime, self._buckets, number, purpose, first_part=first_part)
+            average_weights(
+                self._runtime, self._buckets, self._engine.round_number, purpose, first_part=first_part
+            )
         )
 
     def _reshard(self) -> None:
@@ -674,8 +679,7 @@ class Handle:
         number = self._engine.round_number
         self._runtime.drive(self._engine.flush(update))
         if self._can_have_diverged and (spread := self._comparison.measure_spread(message_part=2)):
-            weights = self._average_weights(Purpose.COMPARISON, 3)
-            for bucket, mean in zip(self._buckets, weights, strict=True):
+            for bucket, mean in zip(self._buckets, self._average_weights(Purpose.COMPARISON, 3), strict=True):
                 bucket.load_weights(mean)
             if spread > SPREAD_TOLERANCE and not self._checks.has_warned:
                 self._checks.warn_once(

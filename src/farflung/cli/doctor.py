@@ -70,8 +70,7 @@ class Doctor:
             raise ConfigError("--serve: answers others: leave out HOST:PORT and --json")
         if self.serve:
             return _serve(port)
-        site = LaunchEnv.read_site()
-        machine = _describe_machine([host for host, _ in peers.values()], site)
+        machine = _describe_machine([host for host, _ in peers.values()], LaunchEnv.read_site())
         if not self.json:
             print_table(["of this machine", ""], machine.items())
         results: dict[str, ProbeResult] = {}

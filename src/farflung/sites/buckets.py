@@ -15,7 +15,7 @@ from farflung.config import BUCKET_NBYTES
 from farflung.engine import GradientBucket, GradientBuckets
 from farflung.engine.buckets import create_views, group_parameters
 from farflung.engine.placement import record_stream, to_local
-from farflung.sites.site import Site
+from farflung.sites.site import Holders, Site
 from farflung.types import TensorSpec
 
 __all__ = ["SiteBucket", "SiteBuckets"]
@@ -32,7 +32,7 @@ class SiteBucket(GradientBucket):
       index: Index in backward order.
       named_parameters: Names and parameters.
       site: Site of this process.
-      holders: Processes that hold these parts, this one among them.
+      partition: Processes of the site, grouped by the parts that they hold.
       num_replicas: Number of holders that torch keeps equal, as the placements of the parameters say. If there are more
         holders, each computes gradients from a batch of its own, and they are averaged.
     """
@@ -42,9 +42,10 @@ class SiteBucket(GradientBucket):
         index: int,
         named_parameters: Sequence[tuple[str, nn.Parameter]],
         site: Site,
-        holders: tuple[int, ...],
+        partition: Holders,
         num_replicas: int,
     ) -> None:
+        holders = site.find_own(partition)
         names, parameters = (
             [name for name, _ in named_parameters],
             [parameter for _, parameter in named_parameters],
@@ -57,11 +58,11 @@ class SiteBucket(GradientBucket):
         self._padded_numel = share_numel * len(holders)
         self._start = holders.index(site.rank) * share_numel
         # Behind the gradients is a flag for each parameter: the number of holders that have a gradient.
-        numel = self._padded_numel + len(parameters) * self._is_averaged
-        self._flat = torch.zeros(numel, dtype=tensors[0].dtype, device=tensors[0].device)
-        share = self._flat[self._start : self._start + share_numel]
+        self._flat = tensors[0].new_zeros(self._padded_numel + len(parameters) * self._is_averaged)
         views, orders = create_views(self._flat, tensors)
-        super().__init__(index, share, names, parameters, views, orders)
+        super().__init__(
+            index, self._flat[self._start : self._start + share_numel], names, parameters, views, orders
+        )
         self._gradients = [self._wrap(place) for place in range(len(parameters))]
 
     @property
@@ -213,22 +214,20 @@ class SiteBuckets(GradientBuckets):
     def _build(
         self, trainable: Sequence[tuple[str, nn.Parameter]], bucket_nbytes: int
     ) -> Sequence[GradientBucket]:
-        site = self._site
-        holders = site.find_holders(trainable)
+        holders = self._site.find_holders(trainable)
         replicas = {name: _count_replicas(parameter) for name, parameter in trainable}
 
         def get_key(name: str, parameter: nn.Parameter) -> object:
             return parameter.dtype, parameter.device, holders[name], replicas[name]
 
-        groups = group_parameters(reversed(trainable), bucket_nbytes * site.size, get_key)
-        names = [group[0][0] for group in groups]
+        groups = group_parameters(reversed(trainable), bucket_nbytes * self._site.size, get_key)
         self._site_buckets = [
-            SiteBucket(index, group, site, site.find_own(holders[name]), replicas[name])
-            for index, (name, group) in enumerate(zip(names, groups, strict=True))
+            SiteBucket(index, group, self._site, holders[group[0][0]], replicas[group[0][0]])
+            for index, group in enumerate(groups)
         ]
         num_sharded = sum(hasattr(parameter, "device_mesh") for _, parameter in trainable)
         self._should_hold = self._should_check_gradients or 0 < num_sharded < len(trainable)
-        site.check_equal("buckets", [[*bucket.names] for bucket in self._site_buckets])
+        self._site.check_equal("buckets", [[*bucket.names] for bucket in self._site_buckets])
         return self._site_buckets
 
     @override

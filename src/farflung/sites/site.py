@@ -107,8 +107,10 @@ class Site:
           connect_timeout_s: Maximum time in seconds until it is reached.
         """
         if store is None:
-            is_served = env.served or (env.counts_sites and self.rank > 0)
-            store = replace(env, served=is_served).connect_store(connect_timeout_s)
+            # The first process of site 0 serves the store, and no other process of that site.
+            store = replace(env, served=env.served or (env.counts_sites and self.rank > 0)).connect_store(
+                connect_timeout_s
+            )
         return None if store is None else dist.PrefixStore(f"share-{self.rank}", store)
 
     # --- agreement ------------------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ class Site:
           size: Number of sites.
         """
         present = self.reduce([float(rank in members) for rank in range(size)], dist.ReduceOp.MIN)
-        return tuple(rank for rank, is_member in enumerate(present) if is_member)
+        return tuple(rank for rank in range(size) if present[rank])
 
     # --- parts of the model ---------------------------------------------------------------------------------------
 
@@ -232,17 +234,10 @@ class Site:
         for module in _list_fsdp_modules(model):
             module.reshard()
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Disables FSDP2's reduction of gradients within the context."""
-        modules = _list_fsdp_modules(model)
-        for module in modules:
-            module.set_requires_gradient_sync(False, recurse=False)
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.set_requires_gradient_sync(True, recurse=False)
+    def set_gradient_sync(self, model: nn.Module, *, is_syncing: bool) -> None:
+        """Enables or disables FSDP2's reduction of gradients."""
+        for module in _list_fsdp_modules(model):
+            module.set_requires_gradient_sync(is_syncing, recurse=False)
 
     # --- collectives ----------------------------------------------------------------------------------------------
 
@@ -262,10 +257,9 @@ class Site:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
             raise RunLost(
                 f"another process of this site ({self._list_ranks()} of torch's default group) is lost or does not "
-                f"come to the same step: {reason}"
+                f"come to the same step: {str(error).splitlines()[0]}"
             ) from error
 
     def close(self) -> None:

@@ -130,9 +130,8 @@ class LaunchEnv:
           ConfigError: The number or the address is invalid.
         """
         host, port = parse_address(address)
-        master = host, str(port)
         return LaunchEnv(
-            number, count, 0, 1, master=master, launcher=SITE_VARIABLE, counts_sites=True
+            number, count, 0, 1, master=(host, str(port)), launcher=SITE_VARIABLE, counts_sites=True
         )._validate()
 
     @staticmethod
