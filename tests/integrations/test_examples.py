@@ -134,6 +134,7 @@ def test_the_trainer_of_transformers_takes_the_files_of_its_checkpoint(pool: Poo
         ("with_transformers.py", "checkpoint-10", []),
     ],
 )
+@pytest.mark.thorough
 def test_a_trainer_is_one_site_of_several(
     pool: Pool, tmp_path: Path, name: str, half: str, options: list[str]
 ) -> None:
