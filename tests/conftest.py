@@ -45,7 +45,7 @@ POOLED = (
     "tests/test_attach_start.py",
     "tests/test_ddp.py",
     "tests/test_importance.py",
-    "tests/test_own_loops.py",
+    "tests/test_step_tracker.py",
     "tests/test_unlike.py",
     "tests/worlds/",
 )

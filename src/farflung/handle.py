@@ -46,7 +46,7 @@ from farflung.moments import collect_eval_state, get_optimizer_name
 from farflung.recipes import Recipe, parse_recipe
 from farflung.reducers import list_summed_nbytes
 from farflung.seeding import derive_seed
-from farflung.sites import Site, SiteBuckets
+from farflung.sites import ReplicaSite, SiteBuckets
 from farflung.step_tracker import SPREAD_TOLERANCE, LoopChecks, ReplicaComparison, StepTracker
 from farflung.telemetry import Sink, Telemetry, combine_sinks
 from farflung.types import Schedule, State
@@ -150,7 +150,7 @@ def attach(
     if quorum not in ("majority", "1"):
         raise ConfigError(f"attach: quorum {quorum!r}: must be 'majority' or '1'")
     check_unwrapped(model, has_site=site is not None)
-    own_site = None if site is None else Site(site, deadline_s)
+    own_site = None if site is None else ReplicaSite(site, deadline_s)
     env = launch_env or LaunchEnv.read_site() or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
     rank, size = env.rank, env.size
     if own_site is not None:
@@ -296,7 +296,7 @@ class Handle:
         is_accumulating: Callable[[], bool] = lambda: False,
         network: NetworkProfile | None = None,
         gain: Gain | None = None,
-        site: Site | None = None,
+        site: ReplicaSite | None = None,
     ) -> None:
         self._telemetry = None if sink is None else Telemetry(runtime.comm.rank, sink)
         self._last_event_s, self._last_waited_s = 0.0, 0.0

@@ -18,7 +18,7 @@ from farflung.engine import Engine, GradientBuckets, StepMetadata
 from farflung.engine.averaging import compute_sketch, estimate_max_divergence, gather_steps
 from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
 from farflung.moments import get_optimizer_name
-from farflung.sites import Site
+from farflung.sites import ReplicaSite
 from farflung.types import Schedule
 from farflung.wall import WallRuntime
 
@@ -215,11 +215,11 @@ class ReplicaComparison:
       runtime: Runtime of the replica.
       engine: Engine whose rounds number the messages.
       buckets: Buckets of the parameters.
-      site: Site that compares its shares together, if any.
+      site: ReplicaSite that compares its shares together, if any.
     """
 
     def __init__(
-        self, runtime: WallRuntime, engine: Engine, buckets: GradientBuckets, site: Site | None = None
+        self, runtime: WallRuntime, engine: Engine, buckets: GradientBuckets, site: ReplicaSite | None = None
     ) -> None:
         self.has_diverged = False
         """True if replicas were found to differ although they should be equal."""

@@ -38,7 +38,7 @@ EXCLUDED = {
 @dataclass(frozen=True)
 @with_settings(SimulatedConfig, exclude=(*FAMILIES, *EXCLUDED, "faults", "count_evaluation", "deadline"))
 class MakePlan(OutputOptions):
-    """Find the recipe that reaches a target first on a network, before you train.
+    """Find the recipe that reaches a target first on a network.
 
     Times the steps of each recipe without the model's arithmetic. Trains pilots of a quarter of the steps, the fastest
     recipes first, and rules out those that fall behind synchronous SGD with 16 bits by more than --within.

@@ -15,7 +15,7 @@ from farflung.config import BUCKET_NBYTES
 from farflung.engine import GradientBucket, GradientBuckets
 from farflung.engine.buckets import create_views, group_parameters
 from farflung.engine.placement import record_stream, to_local
-from farflung.sites.site import Holders, Site
+from farflung.sites.site import Holders, ReplicaSite
 from farflung.types import TensorSpec
 
 __all__ = ["SiteBucket", "SiteBuckets"]
@@ -31,7 +31,7 @@ class SiteBucket(GradientBucket):
     Args:
       index: Index in backward order.
       named_parameters: Names and parameters.
-      site: Site of this process.
+      site: ReplicaSite of this process.
       partition: Processes of the site, grouped by the parts that they hold.
       num_replicas: Number of holders that torch keeps equal, as the placements of the parameters say. If there are more
         holders, each computes gradients from a batch of its own, and they are averaged.
@@ -41,7 +41,7 @@ class SiteBucket(GradientBucket):
         self,
         index: int,
         named_parameters: Sequence[tuple[str, nn.Parameter]],
-        site: Site,
+        site: ReplicaSite,
         partition: Holders,
         num_replicas: int,
     ) -> None:
@@ -188,7 +188,7 @@ class SiteBuckets(GradientBuckets):
     Args:
       named_parameters: Pairs as from :meth:`torch.nn.Module.named_parameters`.
       bucket_nbytes: Size in bytes of a process's share at which a bucket is closed.
-      site: Site of this process.
+      site: ReplicaSite of this process.
       should_check_gradients: True to agree in the site if gradients are finite. If they are not, all processes exchange
         NaN. This holds all buckets until the end of the backward pass, as do plain parameters beside sharded ones: an
         average of those would wait for processes that wait in FSDP2.
@@ -199,7 +199,7 @@ class SiteBuckets(GradientBuckets):
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         bucket_nbytes: int = BUCKET_NBYTES,
         *,
-        site: Site,
+        site: ReplicaSite,
         should_check_gradients: bool = False,
     ) -> None:
         self._site, self._should_check_gradients = site, should_check_gradients

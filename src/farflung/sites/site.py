@@ -25,7 +25,7 @@ from farflung.wall.launch_env import SITE_VARIABLE
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Holders", "Site"]
+__all__ = ["Holders", "ReplicaSite"]
 
 Holders: TypeAlias = tuple[tuple[int, ...], ...]
 """Processes of a site, grouped by the part of a parameter that they hold."""
@@ -34,7 +34,7 @@ _PATIENCE = 12
 """Deadlines for which processes of a site wait for each other: one may itself wait ten for a peer that answers."""
 
 
-class Site:
+class ReplicaSite:
     """Processes that hold one replica together.
 
     Each exchanges its share of the replica with the process of the same number at the other sites. All processes of a

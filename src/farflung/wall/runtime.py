@@ -396,8 +396,7 @@ class WallRuntime:
         Args:
           peer: Address of the replica, whose rank is below the size of the run.
           connect_timeout_s: Maximum time in seconds until its greeting. Then the wait fails with
-          :class:`DeadlinePassed`, and the
-            replica is dismissed.
+            :class:`DeadlinePassed`, and the replica is dismissed.
         """
         greeted = self.session.members.admit(peer)
         self.peers[peer.rank] = peer
