@@ -28,7 +28,7 @@ SITES, PROCESSES, NETWORK = 4, 2, "four-regions"
 TORCHFT = "torchft"
 RECIPES = {"synchronous": "synchronous", "int8": "synchronous(codec=int8)", "diloco": "diloco(sync_every=10)"}
 SYSTEMS = {TORCHFT: TORCHFT, **RECIPES}
-ROUNDS = 3
+ROUNDS = 1
 LOST_AT = 30
 LIMIT_S = 240.0
 PORT = 29500
