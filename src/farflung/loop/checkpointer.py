@@ -185,23 +185,20 @@ class Checkpointer:
         }
         return shared_state, replica_state
 
-    def resume(self, checkpoints: Checkpoints, step: int, restore_counts: Callable[[State], None]) -> None:
-        """Continues from the checkpoint of ``step``.
-
-        Args:
-          checkpoints: Checkpoint files.
-          step: Number of completed steps.
-          restore_counts: Receives the saved counts, and the number of completed steps as ``step``.
-
-        Raises:
-          CheckpointError: The checkpoint is damaged, or belongs to another model or share of the data.
-        """
-        self.restore_states(*checkpoints.load(step), f"{checkpoints.folder}, step {step}", restore_counts)
-
     def restore_states(
         self, shared_state: State, replica_state: State, origin: str, restore_counts: Callable[[State], None]
     ) -> None:
-        """Restores the shared state and the state of this replica; see :meth:`resume`."""
+        """Restores the shared state and the state of this replica.
+
+        Args:
+          shared_state: State that all replicas share.
+          replica_state: State of this replica.
+          origin: Origin of the states, for errors.
+          restore_counts: Receives the saved counts, and the number of completed steps as ``step``.
+
+        Raises:
+          CheckpointError: They are damaged, or belong to another model or share of the data.
+        """
         check_model(shared_state, self.model, origin)
         check_share(replica_state, self.share, origin)
         check_optimizer_kind(replica_state, self.optimizer, origin)

@@ -702,14 +702,20 @@ class Replica:
         total_time = self._build_leg().add_earlier(self._earlier_legs).to_json()
         return {"samples": self._num_samples, "sent": sent, "time": total_time}
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, states: tuple[State, State] | None = None) -> None:
         """Continues from the checkpoint of ``step``.
+
+        Args:
+          step: Number of completed steps.
+          states: Trees of the checkpoint, if they are loaded already.
 
         Raises:
           CheckpointError: The checkpoint is damaged, or belongs to another model or share of the data.
         """
         assert self.checkpoints is not None
-        self._checkpointer.resume(self.checkpoints, step, self._restore_counts)
+        shared_state, replica_state = states or self.checkpoints.load(step)
+        origin = f"{self.checkpoints.folder}, step {step}"
+        self._checkpointer.restore_states(shared_state, replica_state, origin, self._restore_counts)
 
     async def take_over(self, predecessor: Replica) -> None:
         """Continues from a resumed replica of the same rank with another recipe; afterwards all replicas are equal.

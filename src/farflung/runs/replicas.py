@@ -106,13 +106,11 @@ def resume_replica(
       CheckpointError: The checkpoint is damaged, or belongs to another model or share of the data.
     """
     assert replica.checkpoints is not None
-    changes = find_recipe_changes(replica.checkpoints.load(step)[0], recipe)
-    if not changes:
-        replica.resume(step)
-        return None
-    predecessor = make(recipe=recipe.with_components(**changes))
-    predecessor.resume(step)
-    return predecessor
+    states = replica.checkpoints.load(step)
+    changes = find_recipe_changes(states[0], recipe)
+    resumed = make(recipe=recipe.with_components(**changes)) if changes else replica
+    resumed.resume(step, states)
+    return resumed if changes else None
 
 
 def find_recipe_changes(shared_state: State, recipe: Recipe) -> dict[str, Json]:
