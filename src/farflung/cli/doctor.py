@@ -124,12 +124,14 @@ def _serve(port: int) -> int:
 
 def _list_machine_troubles() -> list[str]:
     """Returns why processes of this machine cannot reach each other; empty if they can."""
+    address = find_loopback_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            socket.create_connection(listener.getsockname(), timeout=1.0).close()
+        with socket.create_server((address, 0), family=family) as listener:
+            socket.create_connection(listener.getsockname()[:2], timeout=1.0).close()
     except OSError as error:
         return [
-            f"127.0.0.1: not reached: {error.strerror or error}; workers of this machine need it: ip link set lo up"
+            f"{address}: not reached: {error.strerror or error}; workers of this machine need it: ip link set lo up"
         ]
     return []
 
