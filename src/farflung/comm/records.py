@@ -378,6 +378,11 @@ class Receiver:
         self.record_nbytes = 0
         """Size of the record read last, for errors."""
 
+    @property
+    def missing_nbytes(self) -> int:
+        """Bytes of the piece under way that have not arrived; 0 between two pieces."""
+        return 0 if self._target is None else len(self._target)
+
     def get_buffer(self) -> memoryview:
         """Returns the memory for the next bytes."""
         if self._target is not None:
