@@ -226,6 +226,7 @@ class Connection:
         if chunk is not None:
             Sender.mark_sent(chunk)
         if self.remote is not None and self.state is not ConnectionState.CLOSED:
+            self.pieces.expect_urgent(self.remote.sender.expects_urgent)
             self._chunk = self.remote.sender.take_chunk(
                 self.pieces.nbytes, is_first_connection=self.index == 0
             )

@@ -49,9 +49,9 @@ class TcpInfo(NamedTuple):
 
 
 class PieceSizer:
-    """Size of a connection's pieces: what it sends in :data:`farflung.comm.framing.PIECE_S`, off loopback.
+    """Size of a connection's pieces by its rate, see :func:`farflung.comm.framing.compute_piece_nbytes`.
 
-    The kernel accepts no more unsent bytes than that, so an urgent message waits for at most one piece.
+    The kernel accepts no more unsent bytes than one piece, so an urgent message waits for hardly more.
 
     Args:
       sock: Socket of the connection.
@@ -65,6 +65,7 @@ class PieceSizer:
         """True off loopback."""
         self.busy_s, self.busy_nbytes = 0.0, 0
         """Seconds in which there was more to send than the kernel took, and bytes sent in that time."""
+        self._rate_bps, self._expects_urgent = 0.0, False
         self._measured_s, self._measured_nbytes = 0.0, 0
         """Begin of the present measurement, and bytes sent since."""
         self._awaits_bytes, self._awaited_nbytes = False, 1
@@ -108,9 +109,16 @@ class PieceSizer:
         self._measured_s, self._measured_nbytes = time_s, 0
         return True
 
+    def expect_urgent(self, expects_urgent: bool) -> None:
+        """Adapts the size to whether urgent messages are expected, off loopback."""
+        if self.is_adaptive and expects_urgent != self._expects_urgent:
+            self._expects_urgent = expects_urgent
+            self._adapt(self._rate_bps)
+
     def _adapt(self, rate_bps: float) -> None:
         """Adapts the size to a rate if it differs by 20 %."""
-        nbytes = compute_piece_nbytes(rate_bps)
+        self._rate_bps = rate_bps
+        nbytes = compute_piece_nbytes(rate_bps, expects_urgent=self._expects_urgent)
         if not 0.8 < nbytes / self.nbytes < 1.25:
             self._set_nbytes(nbytes)
 
