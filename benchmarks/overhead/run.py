@@ -62,7 +62,9 @@ LINKS: Mapping[str, tuple[NetworkProfile | None, str, int]] = {
     f"{ATTACH}, 100 Mbit/s": (find_network("wifi-100mbps").with_nodes(4), "attach:resnet8+lab", ROUNDS),
     f"{ATTACH}, loopback": (None, "attach:resnet8", ROUNDS),
     ALL_REDUCE: (
-        NetworkProfile("20 Mbit/s", (Site("all", None, Link(0.05), up_bps=20e6, down_bps=20e6),)).with_nodes(4),
+        NetworkProfile("20 Mbit/s", (Site("all", None, Link(0.05), up_bps=20e6, down_bps=20e6),)).with_nodes(
+            4
+        ),
         "all_reduce:auto:4000000+lab",
         7,
     ),
@@ -171,7 +173,13 @@ BENCHMARK = Benchmark(
         for name, (_, _, minutes) in ROWS.items()
     ]
     + [
-        Group((name, *(f"{name}: {row}" for row in BURDENS)), partial(measure_links, name), "measured", 3.0, CANARIES)
+        Group(
+            (name, *(f"{name}: {row}" for row in BURDENS)),
+            partial(measure_links, name),
+            "measured",
+            3.0,
+            CANARIES,
+        )
         for name in LINKS
     ]
     + [

@@ -90,7 +90,9 @@ def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -
         and collective.cost_s is not None
         and name not in (default, "all_gather")
     ]
-    candidates.insert(candidates.index("direct") + 1 if size == 2 and nbytes >= MIN_DIRECT_NBYTES else 0, default)
+    candidates.insert(
+        candidates.index("direct") + 1 if size == 2 and nbytes >= MIN_DIRECT_NBYTES else 0, default
+    )
     return choose_collective(
         profile.with_nodes(size), nbytes, candidates=candidates, metadata_nbytes=METADATA_NBYTES
     )

@@ -219,7 +219,9 @@ class Flows:
         if message.remaining_bits + in_flight_bits <= urgent_bits:
             return
         sent_bits = message.total_bits - message.remaining_bits - in_flight_bits
-        queue.urgent_until_bits = queue.sent_bits + sent_bits + 8.0 * URGENT_NBYTES / queue.path.num_connections
+        queue.urgent_until_bits = (
+            queue.sent_bits + sent_bits + 8.0 * URGENT_NBYTES / queue.path.num_connections
+        )
         room_bits = (sent_bits // piece + COMMITTED_PIECES) * piece - sent_bits
         if (
             in_flight_bits > room_bits
