@@ -78,7 +78,7 @@ class Train(RunCommand):
                 env,
                 endpoint=build_endpoint(self),
                 deadline_s=float(str(settings.get("deadline", 60.0))),
-                on_part=bar.print_line,
+                on_part=lambda name, _: bar.print_line(name),
             )
             bar.print_line(f"trains with {recipe}", force=True)
         return recipe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from farflung.calibration import calibrate
@@ -12,7 +12,7 @@ from farflung.decisions import decide_by_rank_0
 from farflung.devices import find_device
 from farflung.errors import ConfigError
 from farflung.network import NetworkProfile
-from farflung.planning.planner import plan
+from farflung.planning.planner import OnPart, ignore_part, plan
 from farflung.runs import SimulatedConfig
 from farflung.wall import LaunchEnv, WallRuntime
 from farflung.wall.measuring import probe_network
@@ -32,7 +32,7 @@ def choose_recipe(
     *,
     endpoint: Endpoint = Endpoint(),
     deadline_s: float = 60.0,
-    on_part: Callable[[str], None] = lambda name: None,
+    on_part: OnPart = ignore_part,
 ) -> str:
     """Returns the recipe that a plan chooses for the network between the ranks; equal on all of them.
 
@@ -43,7 +43,7 @@ def choose_recipe(
       env: Rank and size of this process under a launcher; ``None`` if this machine starts the replicas.
       endpoint: Settings of this process's connections.
       deadline_s: Seconds of silence after which another rank is lost.
-      on_part: Callback that gets the name of the next part of the plan.
+      on_part: Callback, as in :func:`farflung.plan`.
 
     Raises:
       BadInput: The settings are invalid, or nothing can be planned.
@@ -83,13 +83,13 @@ def _plan_recipe(
     settings: Mapping[str, object],
     network: str | NetworkProfile,
     workers: int,
-    on_part: Callable[[str], None],
+    on_part: OnPart,
 ) -> str:
     """Plans on a device as fast as this process, and returns the chosen recipe."""
     names = {"workload", "data", "partition", *list_settings(Training)}
     chosen = {name: value for name, value in settings.items() if name in names}
     config = SimulatedConfig.resolve({**chosen, "workers": workers})
-    on_part("measuring this machine")
+    on_part("measuring this machine", 0)
     device = replace(
         calibrate(config.task, config.training, rounds=ROUNDS).device,
         coding=find_device("cpu-core", forward_flops=1.0).coding,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any, cast
 
@@ -41,7 +42,7 @@ def train_pilot(config: SimulatedConfig, steps: int, seed: int) -> Pilot:
         scaled.training, seed=seed, evaluate_every=evaluate_every, checkpoint_every=0, on_nonfinite="skip"
     )
     task = cast(Workload, _SlicedWorkload(config.task))
-    folder = TempFolder()
+    folder, begin_s = TempFolder(), time.process_time()
     pilot = replace(scaled, training=training, task=task, network="loopback")
     run = simulate_prepared(PreparedRun(pilot, RunFolder(folder.path / "run")), should_checkpoint=False)
     curve = [
@@ -49,7 +50,8 @@ def train_pilot(config: SimulatedConfig, steps: int, seed: int) -> Pilot:
         for event in run.events[0]
         if event["event"] == "evaluation"
     ]
-    return Pilot(steps, curve, _score_samples(config.task, run.state_dict(), seed))
+    scores = _score_samples(config.task, run.state_dict(), seed)
+    return Pilot(steps, curve, scores, time.process_time() - begin_s)
 
 
 class _SlicedWorkload:
@@ -71,7 +73,7 @@ def _select_ids(size: int, count: int) -> Tensor:
     return torch.arange(0, size, -(-size // count))
 
 
-def _score_samples(task: Workload, state: dict[str, Tensor], seed: int) -> Tensor:
+def _score_samples(task: Workload, state: dict[str, Tensor], seed: int) -> list[float]:
     """Returns the score of each test sample by a trained model."""
     model, (_, test) = task.build_model(create_generator(seed, "model")), task.load_datasets()
     model.load_state_dict(state)
@@ -86,7 +88,8 @@ def _score_samples(task: Workload, state: dict[str, Tensor], seed: int) -> Tenso
         )
     if scores.dim() > 1:
         raise Unsupported(f"{task.name}: its metric is no mean over samples, so pilots cannot be compared")
-    return scores.nan_to_num(nan=WORST_SCORE).clamp(min=WORST_SCORE)
+    finite = scores.nan_to_num(nan=WORST_SCORE).clamp(min=WORST_SCORE)
+    return [round(score, 6) for score in finite.tolist()]
 
 
 def _limit_score(score: Json) -> float:
