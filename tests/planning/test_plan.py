@@ -48,6 +48,9 @@ def test_plan_has_a_row_of_each_recipe_and_continues_where_it_stopped(
     assert made.choice.network == "wifi-10mbps"
     assert rows[REFERENCE].status == "reaches"
     assert rows["local_sgd(sync_every=4)"].gap is not None
+    bounds = [bound for bound in rows[REFERENCE].loss_bounds if bound is not None]
+    assert len(bounds) == 10
+    assert bounds[0] > bounds[-1]
     assert json.loads((tmp_path / "plan.json").read_text())["choice"] == made.choice.recipe
     monkeypatch.setattr(planner, "train_pilot", None)
     monkeypatch.setattr(planner, "time_recipe", None)

@@ -4,5 +4,16 @@ from farflung.planning.auto import AUTO_RECIPE, choose_recipe
 from farflung.planning.choice import PlanRow
 from farflung.planning.planner import Plan, plan, plan_script
 from farflung.planning.timing import Pace, time_recipe
+from farflung.planning.watch import PlanWatch
 
-__all__ = ["AUTO_RECIPE", "Pace", "Plan", "PlanRow", "choose_recipe", "plan", "plan_script", "time_recipe"]
+__all__ = [
+    "AUTO_RECIPE",
+    "Pace",
+    "Plan",
+    "PlanRow",
+    "PlanWatch",
+    "choose_recipe",
+    "plan",
+    "plan_script",
+    "time_recipe",
+]

@@ -29,6 +29,8 @@ within its noise.
 """
 LEAST_STEPS = 0.8
 """Smallest number of steps to a target over those of the reference that any recipe needed (measured)."""
+NUM_TENTHS = 10
+"""Number of parts of a training in each of which its loss is bounded."""
 MIN_INTERVAL_SHARE = 0.5
 """Smallest length of a pilot over that of the training that tells an interval of the time to the target."""
 SHORTER, LONGER = 0.63, 1.1
@@ -55,6 +57,7 @@ class PlanRow:
       low_s: Lower bound of the seconds to the target; ``None`` if only the upper one is known.
       high_s: Upper bound; ``None`` unless it reaches the target.
       sent_nbytes: Bytes that a replica sends up to the target.
+      loss_bounds: Upper bounds of the training loss in each tenth of the training, if it reaches the target.
       uncharged: Methods whose coding takes no time, because the device has no rate for it.
     """
 
@@ -72,6 +75,7 @@ class PlanRow:
     low_s: float | None = None
     high_s: float | None = None
     sent_nbytes: float | None = None
+    loss_bounds: Sequence[float | None] = ()
     uncharged: Sequence[str] = ()
 
 
@@ -83,12 +87,14 @@ class Pilot:
       steps: Number of its steps.
       curve: Steps and scores of its evaluations, on some of the test samples.
       scores: Final score of each test sample.
+      loss_bounds: Mean of the training loss in each tenth and twice its standard deviation; ``None`` if unknown.
       seconds: Processor seconds that it took.
     """
 
     steps: int
     curve: Sequence[tuple[int, float]]
     scores: Sequence[float]
+    loss_bounds: Sequence[float | None] = ()
     seconds: float = 0.0
 
 
@@ -239,4 +245,5 @@ class Search:
             low_s=SHORTER * row.pace.compute_seconds(steps) if has_interval else None,
             high_s=LONGER * row.pace.compute_seconds(steps if has_interval else self.steps),
             sent_nbytes=row.pace.compute_nbytes(steps),
+            loss_bounds=pilots[0].loss_bounds if pilots else (),
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean, pstdev
 from typing import Any, cast
 
 import torch
@@ -11,13 +14,13 @@ from torch import Tensor
 
 from farflung.data import Subset
 from farflung.errors import Unsupported
-from farflung.planning.choice import Pilot
+from farflung.planning.choice import NUM_TENTHS, Pilot
 from farflung.planning.timing import scale_recipe
 from farflung.runs import PreparedRun, RunFolder, SimulatedConfig, simulate_prepared
 from farflung.runs.folder import TempFolder
 from farflung.runs.simulation import limit_to_one_thread
 from farflung.seeding import RandomState, create_generator, derive_seed
-from farflung.telemetry import read_number
+from farflung.telemetry import Event, read_number
 from farflung.types import Dataset, Json, Workload
 
 __all__ = ["train_pilot"]
@@ -51,7 +54,17 @@ def train_pilot(config: SimulatedConfig, steps: int, seed: int) -> Pilot:
         if event["event"] == "evaluation"
     ]
     scores = _score_samples(config.task, run.state_dict(), seed)
-    return Pilot(steps, curve, scores, time.process_time() - begin_s)
+    return Pilot(steps, curve, scores, _bound_losses(run.events[0], steps), time.process_time() - begin_s)
+
+
+def _bound_losses(events: Sequence[Event], steps: int) -> list[float | None]:
+    """Returns the mean loss of each tenth of the steps and twice its standard deviation; ``None`` without losses."""
+    tenths: list[list[float]] = [[] for _ in range(NUM_TENTHS)]
+    for event in events:
+        loss = event.get("mean_loss") if event["event"] == "step" else None
+        if isinstance(loss, int | float) and math.isfinite(loss):
+            tenths[int(read_number(event, "step")) * NUM_TENTHS // steps].append(loss)
+    return [fmean(tenth) + 2 * pstdev(tenth) if tenth else None for tenth in tenths]
 
 
 class _SlicedWorkload:
