@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from farflung.planning.choice import Pilot, PlanRow, Search, compare_pilots, find_crossing
+from farflung.planning.choice import (
+    SHRINKS,
+    Pilot,
+    PlanRow,
+    Search,
+    bound_crossing,
+    compare_pilots,
+    find_crossing,
+)
 from farflung.planning.timing import Pace
 
 STEPS, SAMPLES = 1200, 400
@@ -20,7 +28,7 @@ def build_pilot(steps: int, score: float, *, noisy: int = 0) -> Pilot:
     """A pilot whose score rises evenly; of ``noisy`` samples, half are right where the reference is wrong."""
     scores = [0.0] * noisy + [1.0] * round(score * SAMPLES)
     curve = [(steps * tenth // 10, score * tenth / 10) for tenth in range(1, 11)]
-    return Pilot(steps, curve, [*scores, *[0.0] * SAMPLES][:SAMPLES], SECONDS * steps)
+    return Pilot(steps, curve, [*scores, *[0.0] * SAMPLES][:SAMPLES], seconds=SECONDS * steps)
 
 
 class Race:
@@ -66,7 +74,8 @@ def test_fastest_recipe_within_the_tolerance_wins_and_slower_ones_need_no_pilot(
         ("fast", 100), ("reference", 100), ("good", 100), ("good", 300), ("reference", 300)
     ]  # fmt: skip
     good = search.rows["good"]
-    assert good.steps == pytest.approx(0.75 / 0.8 * STEPS, abs=1)
+    crossing = (0.95 * 0.8 - 0.05) / 0.8  # of the mean of the last two evaluations, less the tolerance
+    assert good.steps == pytest.approx(crossing * STEPS * SHRINKS, abs=1)  # twice as long twice, half of it
     assert good.sent_nbytes == 10 * (good.steps or 0)
 
 
@@ -124,6 +133,36 @@ def test_noise_is_of_paired_differences() -> None:
     assert gap == pytest.approx(0.25)
     assert noise == pytest.approx(2 * (0.25 * 0.75 / SAMPLES) ** 0.5, rel=0.01)
     assert compare_pilots([reference], [reference]) == (0.0, 0.0)
+
+
+def build_curve(*scores: float) -> list[Pilot]:
+    return [Pilot(100, [(10 * (index + 1), score) for index, score in enumerate(scores)], [])]
+
+
+RISING = [tenth / 10 for tenth in range(1, 9)] + [0.8, 0.8]
+
+
+def test_crossing_has_bounds_by_the_noise_of_the_scores() -> None:
+    even = build_curve(*RISING)
+    noisy = build_curve(*(score + 0.03 * (-1) ** index for index, score in enumerate(RISING)))
+    (low, middle, high), wide = (bound_crossing(pilots, even, 0.25) for pilots in (even, noisy))
+    assert middle == pytest.approx(55)
+    assert (wide[0] or 55) < (low or 0) < 55
+    assert (wide[2] or 0) > (high or 100) > 55
+    assert bound_crossing(build_curve(*[0.56] * 10), noisy, 0.25)[2] is None
+
+
+def test_time_to_the_target_is_at_most_where_pilots_do_not_tell_more() -> None:
+    race = Race({"reference": 10.0, "dense": 20.0, "good": 1.0, "same": 2.0}, {"reference": 0.8, "good": 0.8})
+    search = race.search()
+    search.choose()
+    good = search.rows["good"]
+    assert 0 < (good.low_s or 0) < (good.steps or 0) < (good.high_s or 0) < 1.1 * STEPS
+    assert (search.rows["same"].status, search.rows["same"].low_s) == ("slower", None)
+    search = race.search(tolerance=0.75)  # reached before the first evaluation
+    search.choose()
+    assert search.rows["good"].low_s is None
+    assert (search.rows["good"].high_s or STEPS) < STEPS
 
 
 def test_crossing_is_between_evaluations() -> None:

@@ -24,17 +24,18 @@ Status: TypeAlias = Literal["reaches", "misses", "slower", "timed", "untried"]
 RUNGS = ((1 / 3, 2.0), (1.0, 1.0), (2.0, 1.0))
 """Lengths of a candidate's pilots over that of the main one, and the gaps over the tolerance that rule it out.
 
-A gap shrinks to about 0.7 of it when the training is twice as long. The last pilot decides what the main one has left
-within its noise.
+The last pilot decides what the main one has left within its noise.
 """
+SHRINKS = 0.7
+"""Factor of a gap, and of the share of the steps that a target takes, when a training is twice as long (measured)."""
 LEAST_STEPS = 0.8
 """Smallest number of steps to a target over those of the reference that any recipe needed (measured)."""
 NUM_TENTHS = 10
 """Number of parts of a training in each of which its loss is bounded."""
-MIN_INTERVAL_SHARE = 0.5
-"""Smallest length of a pilot over that of the training that tells an interval of the time to the target."""
-SHORTER, LONGER = 0.63, 1.1
-"""Bounds of true times over planned ones: learning 0.7 to 1.0 of them, and a tenth for the machine (measured)."""
+NORMAL_80 = 1.28
+"""Standard deviations of a normal distribution within which 80 % of it lie."""
+MACHINE = 1.1
+"""Factor between real and simulated times in either direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +119,30 @@ def find_crossing(curve: Sequence[tuple[int, float]], level: float) -> float | N
     return None
 
 
-def average_curves(pilots: Sequence[Pilot]) -> list[tuple[int, float]]:
-    """Averages the curves of several seeds."""
-    points = zip(*(pilot.curve for pilot in pilots), strict=True)
-    return [(seeds[0][0], fmean(score for _, score in seeds)) for seeds in points]
+def bound_crossing(
+    pilots: Sequence[Pilot], references: Sequence[Pilot], tolerance: float
+) -> tuple[float | None, float | None, float | None]:
+    """Bounds the step at which pilots reach the reference's last score less the tolerance.
+
+    Curves are averaged over seeds and over three evaluations. The noise of a score is how far evaluations in the second
+    half of both curves are from these means. Noise of 80 % of all cases moves the level down and up.
+
+    Returns:
+      The step for the lower level, the level itself and the upper one; ``None`` where the curve does not reach it.
+    """
+    curves, deviations = [], list[float]()
+    for group in (pilots, references):
+        steps = [step for step, _ in group[0].curve]
+        scores = [fmean(score for _, score in seeds) for seeds in zip(*(p.curve for p in group), strict=True)]
+        means = [fmean(scores[max(0, index - 1) : index + 2]) for index in range(len(scores))]
+        deviations += [
+            score - mean for score, mean in list(zip(scores, means, strict=True))[len(scores) // 2 :]
+        ]
+        curves.append([*zip(steps, means, strict=True)])
+    curve, reference = curves
+    level, noise = reference[-1][1] - tolerance, NORMAL_80 * fmean(d * d for d in deviations) ** 0.5
+    low, middle, high = (find_crossing(curve, level + shift) for shift in (-noise, 0.0, noise))
+    return low, middle, high
 
 
 @dataclass(slots=True)
@@ -231,19 +252,21 @@ class Search:
         """Estimates when a candidate reaches the target, by its longest pilots."""
         pilots_of = self.reference if name in self.equals else name
         length = max((steps for key, steps in self._trained if key == pilots_of), default=self.steps)
-        row, crossing = self.rows[name], None
+        row, low, middle, high = self.rows[name], None, None, None
         assert row.pace is not None
-        if pilots := self._trained.get((pilots_of, length)):
-            level = average_curves(self._trained[self.reference, length])[-1][1] - self.tolerance
-            crossing = find_crossing(average_curves(pilots), level)
-        steps = self.steps if crossing is None else max(1, round(crossing / length * self.steps))
-        has_interval = crossing is not None and length >= MIN_INTERVAL_SHARE * self.steps
+        if pilots := self._trained.get((pilots_of, length), ()):
+            low, middle, high = bound_crossing(pilots, self._trained[self.reference, length], self.tolerance)
+        longer = self.steps / length
+        shrink = SHRINKS ** math.log2(longer)
+        steps = self.steps if middle is None else max(1, round(middle * longer * shrink**0.5))
+        has_low = low is not None and high is not None and low > pilots[0].curve[0][0]
         self.rows[name] = replace(
             row,
             status="reaches",
             steps=steps,
-            low_s=SHORTER * row.pace.compute_seconds(steps) if has_interval else None,
-            high_s=LONGER * row.pace.compute_seconds(steps if has_interval else self.steps),
+            low_s=row.pace.compute_seconds(int((low or 0) * longer * shrink)) / MACHINE if has_low else None,
+            high_s=MACHINE
+            * row.pace.compute_seconds(self.steps if high is None else math.ceil(high * longer)),
             sent_nbytes=row.pace.compute_nbytes(steps),
             loss_bounds=pilots[0].loss_bounds if pilots else (),
         )
