@@ -14,14 +14,13 @@ from farflung.errors import ConfigError
 from farflung.network import NetworkProfile
 from farflung.planning.planner import OnPart, ignore_part, plan
 from farflung.runs import SimulatedConfig
-from farflung.wall import LaunchEnv, WallRuntime
-from farflung.wall.measuring import probe_network
+from farflung.wall import LaunchEnv
+from farflung.wall.measuring import connect_ranks, probe_network
 
 __all__ = ["AUTO_RECIPE", "choose_recipe"]
 
 AUTO_RECIPE = "auto"
 """Name in place of a recipe, for the one that a plan chooses."""
-CONNECT_TIMEOUT_S = 60.0
 ROUNDS = 10
 """Steps by which rank 0 measures its speed for the plan, which takes all ranks for equal."""
 
@@ -55,28 +54,14 @@ def choose_recipe(
         )
     if env is None or env.size == 1:
         return _plan_recipe(settings, "loopback", int(str(settings.get("workers", 2))), on_part)
-    runtime = WallRuntime(
-        env.rank,
-        env.size,
-        env.connect_store(CONNECT_TIMEOUT_S),
-        meeting="plan",
-        endpoint=endpoint.resolve_interface(env.find_address),
-        deadline_s=deadline_s,
-        connect_timeout_s=CONNECT_TIMEOUT_S,
-    )
-    try:
+    with connect_ranks(env, "plan", endpoint=endpoint, deadline_s=deadline_s) as runtime:
         measurement = runtime.drive(probe_network(runtime))
         text = ""
         if measurement is not None:
             names = [f"rank {rank}" for rank in range(env.size)]
             text = _plan_recipe(settings, measurement.build_profile("probed", names), env.size, on_part)
         coroutine = decide_by_rank_0(runtime.comm, runtime.decisions, AUTO_RECIPE, 0, lambda: text)
-        decision = runtime.launch(coroutine).wait()
-    except BaseException as error:
-        runtime.close(error)
-        raise
-    runtime.close()
-    return str(decision.value)
+        return str(runtime.launch(coroutine).wait().value)
 
 
 def _plan_recipe(

@@ -209,10 +209,11 @@ def plan(
             key: dict[str, Json] = {**_describe_learning(configs[name]), "pilot": steps, "seed": seed}
             return Pilot(**_find_or_add(folder, key, lambda: asdict(train_pilot(configs[name], steps, seed))))
 
+        timed = {name: row for name, row in rows.items() if row.status == "timed"}
         search = Search(
-            {name: row for name, row in rows.items() if row.status == "timed"},
+            timed,
             REFERENCE,
-            [name for name in rows if name != REFERENCE and _learns_like_reference(configs[name])],
+            [name for name in timed if name != REFERENCE and _learns_like_reference(configs[name])],
             reference.steps,
             share,
             lambda name, steps: [train(name, steps, seed) for seed in seeds],
