@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from farflung.comm import Purpose
+from farflung.comm import Endpoint, Purpose
 from farflung.engine.averaging import barrier
 from farflung.network import Link, Medium, NetworkProfile, Site, SiteLink
 from farflung.types import Communicator, Payload, Runtime, Tag
+from farflung.wall.launch_env import LaunchEnv
+from farflung.wall.runtime import WallRuntime
 
-__all__ = ["LinkMeasurement", "NetworkMeasurement", "measure_network", "probe_network"]
+__all__ = ["LinkMeasurement", "NetworkMeasurement", "connect_ranks", "measure_network", "probe_network"]
+
+CONNECT_TIMEOUT_S = 60.0
+"""Time in which the ranks of a launcher must appear for a measurement."""
 
 FIRST_NBYTES, GROWTH = 1 << 12, 4
 """Size of the first message that is timed for bandwidth, and growth factor of later ones."""
@@ -127,6 +133,35 @@ class NetworkMeasurement:
         return sum(
             link.bandwidth_bps for ends, link in self.links.items() if ends[0] == src or ends[1] == dst
         )
+
+
+@contextmanager
+def connect_ranks(
+    env: LaunchEnv, meeting: str, *, endpoint: Endpoint, deadline_s: float
+) -> Iterator[WallRuntime]:
+    """Connects the ranks of a launcher for a measurement; an error in the context ends the others too.
+
+    Args:
+      env: Rank and size of this process.
+      meeting: Name of the meeting in the launcher's store.
+      endpoint: Settings of this process's connections.
+      deadline_s: Seconds of silence after which another rank is lost.
+    """
+    runtime = WallRuntime(
+        env.rank,
+        env.size,
+        env.connect_store(CONNECT_TIMEOUT_S),
+        meeting=meeting,
+        endpoint=endpoint.resolve_interface(env.find_address),
+        deadline_s=deadline_s,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
+    )
+    try:
+        yield runtime
+    except BaseException as error:
+        runtime.close(error)
+        raise
+    runtime.close()
 
 
 async def measure_network(runtime: Runtime) -> NetworkProfile | None:
