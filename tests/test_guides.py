@@ -260,5 +260,7 @@ def test_parts_that_the_choice_of_recipes_quotes_can_be_made() -> None:
     parts = [part for part in quoted(DOCS / "choosing.md") if part[1] not in RECIPES]
     assert parts
     for text, name in parts:
-        (family,) = (one for one in ("codec", "reducer", "schedule", "sampler") if name in REGISTRIES[one])
+        (family,) = (
+            one for one in ("codec", "reducer", "schedule", "sampler", "stream") if name in REGISTRIES[one]
+        )
         build(family, text, REGISTRIES[family], {"seed": 0} if family == "sampler" else None)
