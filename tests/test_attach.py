@@ -241,6 +241,22 @@ def test_a_loop_goes_back_to_an_earlier_state(pool: Pool, how: str) -> None:
         assert once == again
 
 
+@pytest.mark.parametrize("how", ["synchronous", "local_sgd(4)"])
+@pytest.mark.parametrize(
+    ("steps", "remedy"),
+    [
+        ((1, 2), "load the checkpoint of step 1, or an earlier one, on all"),
+        ((0, 2), "begin without checkpoints"),
+    ],
+)
+def test_ranks_that_resume_at_different_steps_are_told_the_newest_common_one(
+    pool: Pool, how: str, steps: tuple[int, int], remedy: str
+) -> None:
+    said = pool.run(2, "tests.attach_jobs.resumes_apart", how=how, steps=steps)
+    listed = f"rank 0 at step {steps[0]}, rank 1 at step {steps[1]}"
+    assert said == [f"replicas start from different steps, {listed}: {remedy}"] * 2
+
+
 @pytest.mark.parametrize(
     "how",
     ["synchronous", "pipelined(3, correction=0.1)", "delayed(3)", "delayed(3, pull='swap')", "diloco(3)"],

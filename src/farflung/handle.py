@@ -725,7 +725,7 @@ def _warn_on_later_step(optimizer: torch.optim.Optimizer, rank: int) -> None:
         ):
             has_warned = True
             warnings.warn(
-                f"rank {rank} trains on after finish(), and nothing is exchanged any more: attach() again to go on "
+                f"rank {rank} trains on after finish(), and nothing is exchanged any more: attach() again to continue "
                 "together",
                 stacklevel=2,
             )

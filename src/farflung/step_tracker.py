@@ -230,16 +230,20 @@ class ReplicaComparison:
         """Checks once that all replicas start from one step, also from checkpoints that each has loaded for itself.
 
         Raises:
-          CheckpointError: They do not; names the step of each rank.
+          CheckpointError: They do not; names the step of each rank, and the newest one that all may have.
         """
         if self._has_equal_steps or len(self._engine.members) == 1:
             return
         steps = self._runtime.drive(gather_steps(self._runtime, step, 1, purpose=Purpose.START))
         if len({*steps.values()}) > 1:
             listed = ", ".join(f"rank {rank} at step {other}" for rank, other in steps.items())
-            raise CheckpointError(
-                f"replicas start from different steps, {listed}: load checkpoints of one step"
+            newest = min(steps.values())
+            remedy = (
+                f"load the checkpoint of step {newest}, or an earlier one, on all"
+                if newest
+                else "begin without checkpoints"
             )
+            raise CheckpointError(f"replicas start from different steps, {listed}: {remedy}")
         self._has_equal_steps = True
 
     def compare(self, *, is_compared: bool) -> float:

@@ -205,7 +205,7 @@ class Progress(Bar):
             for word in ("lost", "joined")
             if (ranks := values[word])
         ]
-        self._report_event(event, f"{' and '.join(changed)}; {len(members)} go on as view {event['view']}")
+        self._report_event(event, f"{' and '.join(changed)}; {len(members)} continue as view {event['view']}")
         self._replicas = {*members}
 
     def _update_from_followed_rank(self, event: Event) -> None:

@@ -166,7 +166,7 @@ class Demo(OutputOptions):
             print(json.dumps(output))
             return
         print_table(
-            ("what", "how much"),
+            (),
             [
                 (
                     "data",
