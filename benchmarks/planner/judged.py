@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,7 +23,7 @@ __all__ = ["JUDGED", "NODES", "TASKS", "TRAININGS", "Curve", "Task", "Whole", "s
 Curve: TypeAlias = list[tuple[int, float]]
 """Steps, and the score after them."""
 NODES, EVALUATIONS, TEST_STRIDE = 4, 20, 4
-"""Replicas; evaluations of a whole training; and every how many test samples they are on, to take less than its steps."""
+"""Replicas; evaluations of a whole training, and the stride of their test samples: they take less than its steps."""
 PILOTS, JUDGED = (0, 1), (2, 3)
 """Seeds of plans, and of the trainings that judge them."""
 COMPUTE_ON = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -120,24 +122,14 @@ TRAININGS: Trainings[Whole, Curve] = Trainings(
 )
 
 
-def steps_to(curves: Sequence[Curve], level: float) -> list[float] | None:
-    """Return the steps of each seed to a level, by the median of three evaluations; ``None`` if one misses it."""
-    found = []
-    for curve in curves:
-        smooth = [
-            (
-                step,
-                sorted(score for _, score in curve[max(0, i - 1) : i + 2])[
-                    len(curve[max(0, i - 1) : i + 2]) // 2
-                ],
-            )
-            for i, (step, _) in enumerate(curve)
-        ]
-        crossing = find_crossing(smooth, level)
-        if crossing is None:
-            return None
-        found.append(crossing)
-    return found
+def steps_to(curve: Curve, level: float) -> float:
+    """Return the step at which the median of three evaluations reaches a level; infinite if it does not."""
+    smooth = [
+        (step, statistics.median(score for _, score in curve[max(0, i - 1) : i + 2]))
+        for i, (step, _) in enumerate(curve)
+    ]
+    crossing = find_crossing(smooth, level)
+    return math.inf if crossing is None else crossing
 
 
 def curves_of(task: Task, recipes: Sequence[str]) -> Mapping[str, list[Curve]]:
