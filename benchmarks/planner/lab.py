@@ -79,21 +79,20 @@ def _time_in_lab(network: str, recipe: str) -> dict[str, Any]:
     device = replace(
         find_device("cpu-core", forward_flops=1.0), forward_s=FORWARD_S, backward_s=None, optimizer_s=0.0
     )
-    config = SimulatedConfig.resolve(
-        {
-            "workload": workload,
-            "data": "packaged",
-            "recipe": recipe,
-            "workers": NODES,
-            "steps": TASKS["mlp"].steps,
-            "batch_size": BATCH,
-            "device": device,
-        }
-    )
-    (pace,), _ = time_recipe(config, [text])
+    settings: dict[str, Any] = {
+        "workload": workload,
+        "data": "packaged",
+        "recipe": recipe,
+        "workers": NODES,
+        "batch_size": BATCH,
+        "device": device,
+    }
+    config = SimulatedConfig.resolve({**settings, "steps": TASKS["mlp"].steps})
     period = config.recipe.build_components(0).schedule.cycle_steps
+    step_s = time_recipe(config, [text])[0][0].step_s
     warm_up = period * math.ceil(WARM_UP / period)
-    steps = period * math.ceil(max(LEAST, RUN_S / pace.step_s) / period)
+    steps = period * math.ceil(max(LEAST, RUN_S / step_s) / period)
+    (pace,), _ = time_recipe(SimulatedConfig.resolve({**settings, "steps": warm_up + steps}), [text])
     load = os.getloadavg()[0]
     lab_s = paced_step_s(
         find_network(text), NODES, workload, "--recipe", recipe,
