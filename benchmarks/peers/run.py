@@ -280,9 +280,10 @@ def large(network: str, quick: bool) -> Mapping[str, Measured]:
     if quick:
         tiny = Trained(NO_EXCHANGE, 0.01, PILOT, steps=4, every=0, batch=1, task=TINY)
         return dict.fromkeys(LARGE_ROWS[network], Measured(len(tiny.train(nodes=2)), None))
-    times = {name: TIMES.curve(Timed(name, network)) for name in LARGE if name != next(iter(LARGE))}
+    reference, *names = LARGE
+    times = {name: TIMES.curve(Timed(name, network)) for name in names}
     curves = {name: large_curve(name) for name in times if name != NO_EXCHANGE}
-    target = large_curve(next(iter(LARGE)))[-1][1] + WITHIN
+    target = large_curve(reference)[-1][1] + WITHIN
     without = times[NO_EXCHANGE]["seconds"][1]
     seconds = {
         name: spent([times[name]], "seconds", steps)[0] + steps * (STEP_S - without)

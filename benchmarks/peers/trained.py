@@ -14,9 +14,11 @@ from typing import Any, TypeAlias
 
 from benchmarks.common import Trainings, in_turn, torchrun
 from benchmarks.common.shaped import in_lab
-from benchmarks.peers.worker import LARGE, REFERENCE, SYSTEMS, System, system_of
+from benchmarks.peers.paced import STEP_S
+from benchmarks.peers.worker import LARGE, NO_EXCHANGE, REFERENCE, SYSTEMS, System, system_of
 from benchmarks.presets.language import EVALUATIONS, Language
 from benchmarks.sampling.training import Looks, best, reached
+from farflung.errors import LabError
 from farflung.network import find_network
 
 __all__ = [
@@ -127,13 +129,23 @@ class Timed:
         return f"{self.name}, on {self.network}"
 
     def train(self) -> dict[str, Any]:
-        """What steps take: those until they are alike, and as many after."""
+        """What steps take: those until they are alike, and as many after.
+
+        Raises:
+          LabError: other programs hold up steps that exchange nothing.
+        """
         system = LARGE[self.name]
         system.check(self.name)
         steps = 2 * system.until
-        return spent_in_lab(
+        found = spent_in_lab(
             Trained(self.name, 1e-4, PILOT, steps, every=0, batch=1, task=PACED), self.network
         )
+        if self.name == NO_EXCHANGE and found["seconds"][1] > 1.5 * STEP_S:
+            raise LabError(
+                f"a step of {STEP_S:g} s without an exchange takes {found['seconds'][1]:.2f} s: the processors are "
+                "busy, so that no time of an exchange would count"
+            )
+        return found
 
 
 def lab(training: Trained, network: str) -> list[dict[str, Any]]:
