@@ -378,7 +378,10 @@ def test_presets_carry_parameters_of_any_floating_type(pool: Pool, how: str) -> 
     ("kind", "says"),
     [
         ("unfrozen", ["inner.weight, inner.bias; finish() and attach() again after unfreezing"]),
-        ("replaced", ["made after attach(), unlike on each rank: inner.weight, inner.bias; finish() and"]),
+        (
+            "replaced",
+            ["made after attach() and differ between ranks: inner.weight, inner.bias; finish() and"],
+        ),
         ("added", ["given parameters after attach()"]),
         ("added, no_sync", ["given parameters after attach()"]),
         ("grad", ["followed no exchange since step 1"]),
@@ -551,7 +554,7 @@ def test_a_gradient_that_is_no_number(pool: Pool, how: str) -> None:
 def test_unlike_numbers_of_batches_name_join(pool: Pool) -> None:
     assert pool.run(2, "tests.attach_jobs.uneven") == [
         "nothing",
-        "lost rank 0: it had left the run; where ranks have unlike numbers of batches, put the loop inside "
+        "lost rank 0: it had left the run; if ranks have different numbers of batches, put the loop inside "
         "handle.join()",
     ]
 

@@ -147,8 +147,8 @@ class LoopChecks:
             if p.requires_grad and id(p) not in self._parameter_ids and name not in self._known_names
         ]:
             raise ConfigError(
-                f"the model has parameters that were made after attach(), unlike on each rank: {format_names(names)}; "
-                "finish() and attach() again"
+                f"the model has parameters that were made after attach() and differ between ranks: "
+                f"{format_names(names)}; finish() and attach() again"
             )
 
     def check_all_exchanged(self) -> None:
@@ -438,9 +438,9 @@ class StepTracker:
                 self._checks.warn_once(
                     "apart",
                     f"replicas have come apart by {spread:.1g} of their parameters' norm by step {self.step}, though "
-                    f"their gradients are equal: something beside the steps of {get_optimizer_name(self._optimizer)} "
-                    "changes parameters unlike on each rank, such as noise drawn with unlike seeds. finish() averages "
-                    "them",
+                    "their gradients are equal: something other than the steps of "
+                    f"{get_optimizer_name(self._optimizer)} changes parameters differently on each rank, such as noise "
+                    "drawn with different seeds. finish() averages them",
                 )
         weight = self.weight if has_data else 0.0
         self._engine.begin_round(self.step, StepMetadata(0.0, weight, is_exhausted=not has_data))

@@ -64,7 +64,7 @@ def test_the_last_end_of_a_resumed_run_counts_and_kinds_keep_one_order() -> None
     ("events", "says"),
     [
         ({}, "has no telemetry events"),
-        ({0: [end({})], 1: []}, "rank 1 has not come to the end"),
+        ({0: [end({})], 1: []}, "rank 1 has not reached the end"),
         ({0: [{"event": "end", "rank": 0}]}, "is damaged"),
         ({0: [end([1])]}, "is damaged"),
         ({0: [end({"gradients": 3})]}, "is damaged"),

@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         status, kind, text = HTTPStatus.OK, "text/html", ""
         if self.headers.get("Host") not in (address, f"localhost:{self.server.server_port}"):
             # Otherwise the browser would admit a site whose name resolves to this machine.
-            status, text = HTTPStatus.MISDIRECTED_REQUEST, f"farflung watch answers at {address} alone"
+            status, text = HTTPStatus.MISDIRECTED_REQUEST, f"farflung watch answers only at {address}"
         elif self.path not in ("/", "/data.json"):
             status, text = HTTPStatus.NOT_FOUND, "not there"
         else:

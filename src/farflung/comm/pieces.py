@@ -69,7 +69,7 @@ class PieceSizer:
         self._measured_s, self._measured_nbytes = 0.0, 0
         """Begin of the present measurement, and bytes sent since."""
         self._awaits_bytes, self._awaited_nbytes = False, 1
-        """True if the kernel may wait for bytes and reports its silence; and how many it waits for."""
+        """True if the kernel may wait for bytes, since it reports when the last came; and how many it waits for."""
 
     def start(self, *, is_encrypted: bool) -> None:
         """Sets the first size, once the connection is authenticated."""

@@ -474,7 +474,7 @@ def build_report_data(runs: Sequence[ReportedRun], *, is_live: bool = False) -> 
     sections: dict[str, list[Figure]] = {
         "Results": [*_build_results(runs)],
         LEARNING: [],
-        "Measured beside simulated": [*_compare_to_simulated(runs)],
+        "Measured and simulated": [*_compare_to_simulated(runs)],
         "Where the time went": build_all(_build_time_bars, "Seconds of each rank"),
         "Steps": build_all(_build_gantt, "The last steps, by the clock of each rank"),
         "Members": build_all(_build_members, "Members at each step"),

@@ -39,7 +39,7 @@ def read_traffic(events_by_rank: Mapping[int, Iterable[Event]]) -> TrafficByKind
 def _read_sent_nbytes(rank: int, events: Iterable[Event]) -> dict[str, list[int]]:
     ends = [event for event in events if event.get("event") == "end"]
     if not ends:
-        raise DataError(f"rank {rank} has not come to the end of the run, where it reports what it has sent")
+        raise DataError(f"rank {rank} has not reached the end of the run, where it reports what it has sent")
     sent: Any = ends[-1].get("bytes_sent_to")
     lists = list(sent.values()) if isinstance(sent, dict) else [None]
     counts = [count for row in lists for count in (row if isinstance(row, list) else [None])]
