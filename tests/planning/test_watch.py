@@ -13,9 +13,10 @@ from farflung.planning import Pace, Plan, PlanRow, PlanWatch
 from farflung.recipes.planned import REFERENCE
 from farflung.runs import RunConfig
 from farflung.telemetry import Event
+from farflung.types import Json
 
 STEPS, STEP_S = 400, 0.5
-SETTINGS = {"workload": "synthetic/quadratic", "workers": 2}
+SETTINGS: dict[str, Json] = {"workload": "synthetic/quadratic", "workers": 2}
 BLOCKS = "local_sgd(sync_every=4)"
 
 
