@@ -325,7 +325,7 @@ def large(name: str, recipe: str, until: int) -> System:
     return System(start, recipe=recipe, until=until, canaries=(f"preset {name.partition(',')[0]}",))
 
 
-TWO_PHASES = "reducer=codec(phases=two)"
+TWO_PHASES = "reducer=codec(phases='two')"
 LATE = "schedule=streaming_diloco(sync_every=48, fragments=4, delay=8)"
 LARGE_OURS = {
     f"{name}, 43 MB": large(name, recipe, until)
