@@ -62,8 +62,9 @@ def render_traffic_table(traffic: TrafficByKind, *, title: str = "") -> Table:
       MissingExtra: rich is not installed.
     """
     table = create_table(title)
-    for name, justify in {"kind": "left", "from → to": "left", "bytes": "right"}.items():
-        table.add_column(name, justify=justify)
+    for name in ("kind", "from → to"):
+        table.add_column(name)
+    table.add_column("bytes", justify="right")
     total = 0
     for kind, senders in traffic.items():
         pairs = [(src, dst, count) for src, to in senders.items() for dst, count in enumerate(to) if count]
