@@ -17,6 +17,7 @@ from farflung.lab.cli import print_links
 from farflung.lab.measure import PairMeasurement
 from farflung.loop import Summary, TimeSplit
 from farflung.report import render_partition_table, render_summary_table, render_traffic_table
+from farflung.types import Json
 from farflung.wall.measuring import LinkMeasurement, NetworkMeasurement
 
 MACHINES = [f"ip-10-0-{n}-200.eu-west-{n}.compute.internal" for n in range(2)]
@@ -47,7 +48,8 @@ SUMMARY = Summary(
 
 
 def show_summary() -> None:
-    summary = {**SUMMARY.to_json(), "coding_not_charged": METHODS}
+    names: list[Json] = [*METHODS]
+    summary: dict[str, Json] = {**SUMMARY.to_json(), "coding_not_charged": names}
     create_stdout_console().print(render_summary_table(summary, is_simulated=True))
 
 
