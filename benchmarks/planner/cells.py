@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,9 @@ class Cell:
       best_s: its seconds.
       choice: recipe of the plan.
       planned: bounds of its seconds.
+      seeds_s: seconds of the choice with each judging seed.
       cost: of the plan, in trainings.
-      seconds: of the choice, of the reference, of the fastest step, and of the fewest bytes.
+      seconds: of the choice, of the reference, of the fastest step, and of the fewest bytes; means of the seeds.
     """
 
     name: str
@@ -53,12 +54,18 @@ class Cell:
     best_s: float
     choice: str
     planned: tuple[float | None, float | None]
+    seeds_s: Sequence[float]
     cost: float
     seconds: Mapping[str, float]
 
     def regret(self, of: str = "plan") -> float:
         """Its time over that of the best."""
         return self.seconds[of] / self.best_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its fields, with the regrets of all rules; infinite ones are ``None``."""
+        fields = {**asdict(self), "regret": {rule: self.regret(rule) for rule in self.seconds}}
+        return {name: _drop_infinite(value) for name, value in fields.items() if name != "name"}
 
 
 def all_cells(*, quick: bool = False) -> list[Cell]:
@@ -87,12 +94,12 @@ def _cells(
     found = []
     for place, network in enumerate(networks):
         for tolerance in (1e9,) if quick else task.tolerances:
-            true = {
-                recipe: _seconds(
-                    paces[recipe][place], steps_to(curves[recipe], end - (1.0 if quick else tolerance))
-                )
+            level = end - (1.0 if quick else tolerance)
+            by_seed = {
+                recipe: [_seconds(paces[recipe][place], steps_to(curve, level)) for curve in curves[recipe]]
                 for recipe in timed
             }
+            true = {recipe: statistics.fmean(seconds) for recipe, seconds in by_seed.items()}
             best = min(true, key=true.__getitem__)
             key = {"cell": name, "network": network, "tolerance": tolerance}
             planned = kept.once(key, lambda n=network, t=tolerance: _plan(name, task, recipes, n, t, quick))  # type: ignore[misc]
@@ -108,6 +115,7 @@ def _cells(
                     true[best],
                     planned["choice"],
                     (planned["low_s"], planned["high_s"]),
+                    by_seed[planned["choice"]],
                     planned["cost"],
                     {"plan": true[planned["choice"]], **{rule: true[pick] for rule, pick in thumbs.items()}},
                 )
@@ -123,7 +131,7 @@ def _paces(kept: Kept, task: Task, recipe: str, networks: Sequence[str]) -> list
             {"workload": task.workload, "recipe": recipe, "steps": task.steps, "workers": NODES}
         )
         try:
-            return {"paces": [vars_of(pace) for pace in time_recipe(config, networks)[0]]}
+            return {"paces": [asdict(pace) for pace in time_recipe(config, networks)[0]]}
         except Unsupported:
             return {"paces": []}
 
@@ -131,15 +139,8 @@ def _paces(kept: Kept, task: Task, recipe: str, networks: Sequence[str]) -> list
     return [Pace(**pace) for pace in line["paces"]]
 
 
-def vars_of(pace: Pace) -> dict[str, Any]:
-    """Its fields as JSON."""
-    return {name: getattr(pace, name) for name in Pace.__dataclass_fields__}
-
-
-def _seconds(pace: Pace, steps: Sequence[float] | None) -> float:
-    return (
-        math.inf if steps is None else statistics.fmean(pace.compute_seconds(round(each)) for each in steps)
-    )
+def _seconds(pace: Pace, steps: float) -> float:
+    return pace.compute_seconds(round(steps)) if math.isfinite(steps) else math.inf
 
 
 def _plan(
@@ -153,7 +154,6 @@ def _plan(
         steps=task.steps,
         workers=NODES,
         seeds=PILOTS[:1] if quick else PILOTS,
-        budget=len(PILOTS),
         out=None if quick else FOLDER / "results" / "parts" / name,
     )
     assert made.choice is not None
@@ -169,6 +169,15 @@ def _plan(
 
 def _quick_curves(task: Task, recipes: Sequence[str]) -> dict[str, list[Curve]]:
     return {recipe: [[(step, float(step)) for step in range(1, task.steps + 1)]] for recipe in recipes}
+
+
+def _drop_infinite(value: Any) -> Any:
+    """Return a value of a cell as JSON, which has no infinite numbers."""
+    if isinstance(value, dict):
+        return {name: _drop_infinite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_drop_infinite(each) for each in value]
+    return None if value == math.inf else value
 
 
 def summarize(cells: Sequence[Cell], of: str = "plan") -> dict[str, float]:
