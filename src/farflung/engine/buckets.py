@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -353,13 +354,18 @@ class GradientBuckets:
             hook.remove()
 
     def _create_hook(self, bucket: GradientBucket, place: int) -> Callable[[Tensor], None]:
-        parameter = bucket.parameters[place]
+        # Python's collector does not see cycles through a parameter's hooks: a strong reference would keep the model.
+        reference, index = weakref.ref(self), bucket.index
 
         def handle_gradient(_: Tensor) -> None:
-            with self.lock:
-                if self._watcher is not None:
-                    self._watcher(parameter)
-                if self._on_ready is None:
+            buckets = reference()
+            if buckets is None:
+                return
+            bucket = buckets[index]
+            with buckets.lock:
+                if buckets._watcher is not None:
+                    buckets._watcher(bucket.parameters[place])
+                if buckets._on_ready is None:
                     return
                 if place not in bucket.missing_places:
                     raise Unsupported(
@@ -370,7 +376,7 @@ class GradientBuckets:
                 bucket.missing_places.remove(place)
                 if not bucket.missing_places:
                     bucket.gather()
-                    self._on_ready(bucket.index)
+                    buckets._on_ready(index)
 
         return handle_gradient
 

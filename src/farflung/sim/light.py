@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -36,6 +35,7 @@ class LightWorkload:
     def __init__(self, name: str, build_model: Callable[[torch.Generator], nn.Module]) -> None:
         self.name, self.build_model = f"light/{name.rpartition('/')[2]}", build_model
         self._constants: list[Tensor] = []
+        self._datasets = _create_dataset(NUM_TRAIN), _create_dataset(NUM_TEST)
 
     def compute_losses(self, model: nn.Module, batch: Batch) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -49,9 +49,9 @@ class LightWorkload:
         del model
         return torch.zeros(len(batch))
 
-    @cache  # noqa: B019
     def load_datasets(self) -> tuple[Dataset, Dataset]:
-        def create(size: int) -> TensorDataset:
-            return TensorDataset(torch.zeros(size, 1), torch.zeros(size, dtype=torch.int64))
+        return self._datasets
 
-        return create(NUM_TRAIN), create(NUM_TEST)
+
+def _create_dataset(size: int) -> Dataset:
+    return TensorDataset(torch.zeros(size, 1), torch.zeros(size, dtype=torch.int64))
