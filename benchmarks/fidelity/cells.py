@@ -114,6 +114,7 @@ def measured(cell: Cell, calibration: str, *, quick: bool) -> dict[str, Any]:
             "steps": steps,
             "short_lab_s": real[SHORT],
             "lab_s": _mean(real[SHORT : steps + 1]),
+            "ends_s": [round(end, 4) for end in real],
             "standard_error_s": statistics.stdev(durations) / math.sqrt(len(durations)),
             **_bytes(lab, cell.nodes, report["counters"]),
             "overran": sum(p["num_overruns"] for p in paces) / sum(p["steps"] for p in paces)

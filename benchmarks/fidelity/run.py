@@ -118,7 +118,7 @@ def measure_hard(quick: bool) -> Mapping[str, Measured]:
     timed = [error for cell in counted for error in (cell["error"], cell["short_error"])]
     config = {
         "seed": seed,
-        "cells": [{key: cell[key] for key in _SAID} for cell in counted],
+        "cells": [{key: cell[key] for key in (*_SAID, "short_lab_s", "ends_s")} for cell in counted],
         "overran": [f"{cell['network']}: {cell['recipe']}" for cell in found if cell not in counted],
         "networks_refused": refused,
         "nodes": NODES,

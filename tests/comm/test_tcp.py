@@ -9,7 +9,13 @@ import pytest
 
 from farflung.errors import ConfigError
 from farflung.network import Link, NetworkProfile, Site, Wiring, find_network
-from farflung.network.tcp import LARGEST_WINDOW_BITS, SEGMENT_NBYTES, STARTUP_GAIN, compute_repair_s
+from farflung.network.tcp import (
+    LARGEST_WINDOW_BITS,
+    PACING_SHARE,
+    SEGMENT_NBYTES,
+    STARTUP_GAIN,
+    compute_repair_s,
+)
 from farflung.sim.clock import VirtualClock
 from farflung.sim.flows import Flows
 
@@ -85,13 +91,31 @@ def test_bbr_keeps_what_it_knows_over_a_rest() -> None:
 
 
 def test_bbr_paces_messages_that_never_fill_the_way() -> None:
-    # E = n / (R + d) and d = (n - 2) / (g E): the last two leave at once.
+    # E = n / (R + d) and d = (n - 2) / (0.99 g E): the last two leave at once.
     segments = 100
-    share = (segments - 2) / (STARTUP_GAIN * segments)
+    share = (segments - 2) / (PACING_SHARE * STARTUP_GAIN * segments)
     begins = [10.0 * number for number in range(20)]
     found = arrivals(WIDE, "bbr", *((begin, segments) for begin in begins))
     assert found[-1] - begins[-1] == pytest.approx(0.5 + share / (1 - share), rel=1e-3)
     assert share / (1 - share) == pytest.approx(0.53, rel=0.05)
+
+
+def test_bbr_learns_more_from_messages_in_a_row_than_from_single_ones() -> None:
+    rows = [[5.0 * number + 0.4 * place for number in range(8) for place in range(count)] for count in (1, 2)]
+    alone, paired = (arrivals(WIDE, "bbr", *((begin, 100) for begin in begins)) for begins in rows)
+    assert paired[-2] - rows[1][-2] < alone[-1] - rows[0][-1] - 0.1
+
+
+def test_bbr_pauses_ten_seconds_after_its_shortest_round_trip_unless_it_idles() -> None:
+    busy, idle = ([gap_s * number for number in range(round(13 / gap_s))] for gap_s in (0.5, 3.0))
+    late = [
+        [begin for begin, arrival in zip(begins, found, strict=True) if arrival - begin > 1.6 and begin > 4.0]
+        for begins in (busy, idle)
+        for found in [arrivals(WIDE, "bbr", *((begin, 20) for begin in begins))]
+    ]
+    # Measured in the four round trips before the first message; a pause takes two round trips.
+    assert not late[1]
+    assert 5.0 <= late[0][0] <= late[0][-1] <= late[0][0] + 2.0 <= 13.0
 
 
 def test_no_more_is_on_its_way_than_the_send_buffer_holds() -> None:
@@ -126,8 +150,9 @@ def test_a_named_network_may_have_a_congestion_control() -> None:
     ("drawn", "last", "late_s"),
     [
         ((0.0, 0.0), False, 0.6),  # the very last packet; what follows tells of it
-        ((0.0, 0.0), True, 1.2),  # nothing does
+        ((0.0, 0.0), True, 0.8),  # nothing does, before a timeout
         ((0.0, 0.95), False, 1.2),  # lost once more
+        ((0.0, 0.95), True, 2.4),  # and a timeout twice as long
         ((0.45, 0.0), True, 0.1),  # five packets are behind it, a tenth of a second each
         ((0.55, 0.0), True, 0.0),  # seven are: it is there before the last one
         ((0.99, 0.0), True, 0.0),  # ten packets without a loss
@@ -138,6 +163,17 @@ def test_a_lost_packet_holds_up_what_is_behind_it(
 ) -> None:
     found = compute_repair_s(10 * SEGMENT_BITS, 1.0, 0.6, 0.1, drawn, is_last=last)
     assert found == pytest.approx(late_s)
+
+
+def test_the_next_message_shows_that_the_end_of_the_last_one_is_lost() -> None:
+    lossy = NetworkProfile.create_uniform(Link(0.5, loss=0.19))
+    begins = [20.0 * number for number in range(40)]
+    found = arrivals(lossy, "bbr", *((begin, 1) for begin in begins))
+    lost = next(number for number, begin in enumerate(begins) if found[number] > begin + 0.5)
+    messages = [(begin, 1) for begin in begins[: lost + 1]]
+    assert arrivals(lossy, "bbr", *messages)[lost] == pytest.approx(begins[lost] + 0.5 + 1.2)
+    followed = arrivals(lossy, "bbr", *messages, (begins[lost] + 0.1, 1))
+    assert followed[lost] == pytest.approx(begins[lost] + 0.1 + 1.5)
 
 
 def test_as_many_messages_are_held_up_as_lose_a_packet() -> None:

@@ -269,7 +269,7 @@ def test_jitter_is_drawn_per_message_and_keeps_the_order() -> None:
 
 
 def test_a_lost_packet_holds_up_the_end_of_its_message() -> None:
-    """A message of one packet comes again after two round trips, and one for each further loss."""
+    """A message of one packet comes again after a timeout, which doubles with each further loss."""
     loss, count = 0.19, 60
     network = replace(NetworkProfile.create_uniform(Link(0.5, loss=loss)), congestion="bbr")
     found = arrivals(network, 2, [(0, 1, 100.0 * k, 1000, 0) for k in range(count)], seed=5)
@@ -279,9 +279,9 @@ def test_a_lost_packet_holds_up_the_end_of_its_message() -> None:
             draw_uniform(5, 0, 1, k, 1) < loss,
             math.floor(math.log(1 - draw_uniform(5, 0, 1, k, 2), loss)),
         )
-        late_s.append(2.0 + again if is_lost else 0.0)
+        late_s.append(1.2 * (2 ** (1 + again) - 1) if is_lost else 0.0)
     assert [at - 100.0 * k - 0.5 for k, at in enumerate(found)] == pytest.approx(late_s)
-    assert {0.0, 2.0, 3.0} <= set(late_s)
+    assert len(set(late_s)) >= 3
 
 
 # --- collectives ------------------------------------------------------------------------------------------------

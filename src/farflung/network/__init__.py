@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from farflung.network.loading import format_profile, load_profile
     from farflung.network.max_min import compute_max_min_rates
     from farflung.network.profile import Medium, NetworkProfile, Site, SiteLink
-    from farflung.network.tcp import TcpModel, choose_num_connections, compute_repair_s, compute_window_bps
+    from farflung.network.tcp import (
+        TcpModel,
+        choose_num_connections,
+        compute_repair_s,
+        compute_window_bps,
+        create_tcp_model,
+    )
     from farflung.network.wiring import NetworkPath, ResourceUse, Wiring
 else:
     __getattr__, __dir__ = build_lazy_attributes(
@@ -25,7 +31,7 @@ else:
             "max_min": "compute_max_min_rates",
             "catalog": "NETWORKS find_network",
             "profile": "SiteLink Medium NetworkProfile Site",
-            "tcp": "TcpModel choose_num_connections compute_repair_s compute_window_bps",
+            "tcp": "TcpModel choose_num_connections compute_repair_s compute_window_bps create_tcp_model",
             "wiring": "NetworkPath ResourceUse Wiring",
         },
     )
@@ -49,6 +55,7 @@ __all__ = [
     "compute_repair_s",
     "compute_window_bps",
     "count_pieces",
+    "create_tcp_model",
     "find_network",
     "format_profile",
     "load_profile",

@@ -10,7 +10,16 @@ from heapq import heappop, heappush
 from typing import TypeAlias
 
 from farflung.comm.framing import URGENT_NBYTES, compute_piece_nbytes, compute_wire_nbytes
-from farflung.network import Fabric, Flow, NetworkPath, ResourceUse, TcpModel, Wiring, compute_repair_s
+from farflung.network import (
+    Fabric,
+    Flow,
+    NetworkPath,
+    ResourceUse,
+    TcpModel,
+    Wiring,
+    compute_repair_s,
+    create_tcp_model,
+)
 from farflung.network.link import Capacity, compute_mean_capacity, map_capacity
 from farflung.noise import draw_uniform
 from farflung.sim.clock import VirtualClock
@@ -45,6 +54,13 @@ class _Message:
     """Bits that may leave before a more urgent message does."""
     began_s: float = 0.0
     """Time at which its first bit left."""
+    has_arrived: bool = False
+
+    def arrive(self, time_s: float) -> None:
+        """Reports the arrival of the last bit once."""
+        if not self.has_arrived:
+            self.has_arrived = True
+            self.on_arrival(time_s)
 
 
 _Queued: TypeAlias = tuple[int, int, _Message]
@@ -73,6 +89,8 @@ class _SendQueue:
     urgent_until_bits: float = 0.0
     """Value of :attr:`sent_bits` up to which urgent messages are expected."""
     last_arrival_s: float = 0.0
+    lost_tail: _Message | None = None
+    """Message whose last packets were lost, which nobody knows before a timeout or an acknowledgement of the next."""
 
     def compute_piece_nbytes(self) -> int:
         """Computes the bytes of a piece of the next message."""
@@ -131,8 +149,10 @@ class Flows:
             )
         if (src, dst) in self._ceilings:
             path = replace(path, uses=(*path.uses, self._ceilings[src, dst]))
-        tcp = None if path.congestion is None else TcpModel(path.congestion, path.round_trip_s)
-        line = self._queues[src, dst] = _SendQueue(path, src, dst, min(capacities, default=math.inf), tcp)
+        phase = draw_uniform(self._seed, src, dst)
+        tcp = None if path.congestion is None else create_tcp_model(path.congestion, path.round_trip_s, phase)
+        piece = compute_piece_nbytes(min(capacities, default=math.inf))
+        line = self._queues[src, dst] = _SendQueue(path, src, dst, piece, tcp)
         return line
 
     def limit(self, src: int, dst: int, capacity: Capacity) -> None:
@@ -194,6 +214,8 @@ class Flows:
         assert queue.tcp is not None
         if message.remaining_bits == message.total_bits:
             message.began_s = self._clock.time()
+            if queue.lost_tail is not None:
+                self._notice_loss(queue, queue.lost_tail)
         self._start_flow(
             queue,
             message,
@@ -262,14 +284,24 @@ class Flows:
             bits = message.total_bits * queue.path.num_connections
             duration_s = self._clock.time() - message.began_s
             path, is_last = queue.path, not queue.queue
-            delay += compute_repair_s(
+            repair_s = compute_repair_s(
                 bits, duration_s, path.round_trip_s, path.loss, (lost, repeat), is_last=is_last
             )
+            delay += repair_s
+            queue.lost_tail = message if is_last and repair_s > path.round_trip_s else None
         queue.num_sent += 1
         queue.sent_bits += message.total_bits
-        arrival_s = queue.last_arrival_s = max(self._clock.time() + delay, queue.last_arrival_s)
-        self._clock.call_at(arrival_s, partial(message.on_arrival, arrival_s))
+        queue.last_arrival_s = max(self._clock.time() + delay, queue.last_arrival_s)
+        self._clock.call_at(queue.last_arrival_s, partial(message.arrive, queue.last_arrival_s))
         message.departure.set_result(None)
+
+    def _notice_loss(self, queue: _SendQueue, message: _Message) -> None:
+        """Lets a message arrive early that waits for a timeout: the next one's acknowledgement shows what was lost."""
+        queue.lost_tail = None
+        arrival_s = self._clock.time() + queue.path.round_trip_s + queue.path.latency_s
+        if arrival_s < queue.last_arrival_s:
+            queue.last_arrival_s = arrival_s
+            self._clock.call_at(arrival_s, partial(message.arrive, arrival_s))
 
     def _schedule_update(self) -> None:
         if not self._is_update_scheduled:
