@@ -151,8 +151,7 @@ class Flows:
             path = replace(path, uses=(*path.uses, self._ceilings[src, dst]))
         phase = draw_uniform(self._seed, src, dst)
         tcp = None if path.congestion is None else create_tcp_model(path.congestion, path.round_trip_s, phase)
-        piece = compute_piece_nbytes(min(capacities, default=math.inf))
-        line = self._queues[src, dst] = _SendQueue(path, src, dst, piece, tcp)
+        line = self._queues[src, dst] = _SendQueue(path, src, dst, min(capacities, default=math.inf), tcp)
         return line
 
     def limit(self, src: int, dst: int, capacity: Capacity) -> None:
