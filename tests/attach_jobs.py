@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -536,20 +536,20 @@ def goes_back(rank: int, size: int, store: dist.Store, *, how: str) -> tuple[str
     return ends[0], ends[1]
 
 
-def resumes_alone(rank: int, size: int, store: dist.Store, *, how: str) -> str:
-    """What is said where only rank 1 loads a checkpoint, as after a crash between two writes."""
+def resumes_apart(rank: int, size: int, store: dist.Store, *, how: str, steps: Sequence[int]) -> str:
+    """What is said where each rank loads a checkpoint of a step of its own, as after a crash between two writes."""
     model, env = Net(), LaunchEnv(rank, size, rank, size)
     optimizer = WithoutRate(model.parameters())
-    state: State = {}
+    states: list[State] = []
     try:
         for place in ("first", "second"):
             own = dist.PrefixStore(place, store)
             with farflung.attach(model, optimizer, recipe_of(how), launch_env=env, store=own) as handle:
-                if state and rank == 1:
-                    handle.load_state_dict(state)
+                if place == "second" and steps[rank]:
+                    handle.load_state_dict(states[steps[rank]])
                 for x, y in itertools.islice(batches(rank), 3):
+                    states.append(copy.deepcopy(handle.state_dict()))
                     one_step(model, optimizer, x, y)
-                state = copy.deepcopy(handle.state_dict())
     except farflung.errors.CheckpointError as error:
         return str(error)
     return "nothing"

@@ -241,6 +241,22 @@ def test_a_loop_goes_back_to_an_earlier_state(pool: Pool, how: str) -> None:
         assert once == again
 
 
+@pytest.mark.parametrize("how", ["synchronous", "local_sgd(4)"])
+@pytest.mark.parametrize(
+    ("steps", "remedy"),
+    [
+        ((1, 2), "load the checkpoint of step 1, or an earlier one, on all"),
+        ((0, 2), "begin without checkpoints"),
+    ],
+)
+def test_ranks_that_resume_at_different_steps_are_told_the_newest_common_one(
+    pool: Pool, how: str, steps: tuple[int, int], remedy: str
+) -> None:
+    said = pool.run(2, "tests.attach_jobs.resumes_apart", how=how, steps=steps)
+    listed = f"rank 0 at step {steps[0]}, rank 1 at step {steps[1]}"
+    assert said == [f"replicas start from different steps, {listed}: {remedy}"] * 2
+
+
 @pytest.mark.parametrize(
     "how",
     ["synchronous", "pipelined(3, correction=0.1)", "delayed(3)", "delayed(3, pull='swap')", "diloco(3)"],
@@ -362,7 +378,10 @@ def test_presets_carry_parameters_of_any_floating_type(pool: Pool, how: str) -> 
     ("kind", "says"),
     [
         ("unfrozen", ["inner.weight, inner.bias; finish() and attach() again after unfreezing"]),
-        ("replaced", ["made after attach(), unlike on each rank: inner.weight, inner.bias; finish() and"]),
+        (
+            "replaced",
+            ["made after attach() and differ between ranks: inner.weight, inner.bias; finish() and"],
+        ),
         ("added", ["given parameters after attach()"]),
         ("added, no_sync", ["given parameters after attach()"]),
         ("grad", ["followed no exchange since step 1"]),
@@ -535,7 +554,7 @@ def test_a_gradient_that_is_no_number(pool: Pool, how: str) -> None:
 def test_unlike_numbers_of_batches_name_join(pool: Pool) -> None:
     assert pool.run(2, "tests.attach_jobs.uneven") == [
         "nothing",
-        "lost rank 0: it had left the run; where ranks have unlike numbers of batches, put the loop inside "
+        "lost rank 0: it had left the run; if ranks have different numbers of batches, put the loop inside "
         "handle.join()",
     ]
 

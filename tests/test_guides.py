@@ -131,9 +131,9 @@ def test_the_run_that_loses_members(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with farflung(*program(start)[1:], cwd=tmp_path) as first:
         assert any("step" in line for line in first.stderr)
         run(["bash", "-euc", kill], tmp_path)
-        assert any("lost rank 2; 2 go on as view 2" in line for line in first.stderr)
+        assert any("lost rank 2; 2 continue as view 2" in line for line in first.stderr)
         with farflung(*program(join)[1:], cwd=tmp_path) as second:
-            assert any("joined rank 3; 3 go on as view 3" in line for line in second.stderr)
+            assert any("joined rank 3; 3 continue as view 3" in line for line in second.stderr)
             assert any("test score" in line for line in first.stderr)  # of all three
             first.send_signal(signal.SIGINT)
             first.finished()
@@ -260,5 +260,7 @@ def test_parts_that_the_choice_of_recipes_quotes_can_be_made() -> None:
     parts = [part for part in quoted(DOCS / "choosing.md") if part[1] not in RECIPES]
     assert parts
     for text, name in parts:
-        (family,) = (one for one in ("codec", "reducer", "schedule", "sampler") if name in REGISTRIES[one])
+        (family,) = (
+            one for one in ("codec", "reducer", "schedule", "sampler", "stream") if name in REGISTRIES[one]
+        )
         build(family, text, REGISTRIES[family], {"seed": 0} if family == "sampler" else None)

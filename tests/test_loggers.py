@@ -16,7 +16,7 @@ import pytest
 
 from farflung.cli.main import main
 from farflung.errors import MissingExtra, UnknownName
-from farflung.loggers import LOGGERS, RunLog, extract_metrics
+from farflung.loggers import LOGGERS, RunLog, extract_metrics, list_viewers
 from farflung.runs import RunFolder
 from farflung.types import Json
 
@@ -257,6 +257,30 @@ def test_where_one_is_not_installed_that_is_said_before_anything_begins(
         said = f"farflung: --log-to {name} needs {name}: pip install 'farflung[{name}]'\n"
         assert capsys.readouterr().err == said
     assert not (tmp_path / "run").exists()
+
+
+def test_the_command_says_where_the_figures_are(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fakes: tuple[Fake, Fake],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    simulated("mlflow", tmp_path / "run")
+    assert "mlflow     mlflow ui\n" in capsys.readouterr().out
+    folder = tmp_path / "a run"
+    assert list_viewers("wandb, tensorboard", folder) == {
+        "wandb": "project farflung", "tensorboard": f"tensorboard --logdir '{folder}/tensorboard'",
+    }  # fmt: skip
+    (folder / "wandb" / "offline-run-1").mkdir(parents=True)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
+    assert list_viewers("mlflow,wandb", folder) == {
+        "mlflow": "mlflow ui --backend-store-uri http://mlflow:5000",
+        "wandb": f"wandb sync '{folder}/wandb'/offline-run-*",
+    }
+    assert list_viewers("", folder) == {}
+    assert list_viewers(",".join(LOGGERS), folder).keys() == LOGGERS.keys()
 
 
 def test_there_are_four(tmp_path: Path) -> None:

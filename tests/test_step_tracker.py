@@ -97,7 +97,7 @@ def test_replicas_that_something_else_moves_are_said_to_come_apart(
 ) -> None:
     for end in ends["synchronous"]:
         assert "replicas have come apart by" in end["noised"]["said"]
-        assert "noise drawn with unlike seeds" in end["noised"]["said"]
+        assert "noise drawn with different seeds" in end["noised"]["said"]
         assert end["clamped"]["said"] == end["by_hand"]["said"] == ""
         assert "followed no exchange" in end["functional"]["said"]
 

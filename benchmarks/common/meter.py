@@ -15,10 +15,11 @@ from unittest.mock import patch
 from farflung.comm import ExchangeChannel
 from farflung.engine.reducer_states import ReducerStates
 
-__all__ = ["MAIN", "ROLES", "Memory", "Meter"]
+__all__ = ["MAIN", "ROLES", "WAKES", "Memory", "Meter"]
 
 ROLES = (MAIN, COMMUNICATION, OTHERS) = ("main thread", "communication thread", "gloo and others")
 """Threads of a process, by what they do."""
+WAKES = "wakes of the communication thread"
 BOUNDS = (
     *((ExchangeChannel, name) for name in ("reserve_hops", "send", "recv", "wait_computed")),
     (ReducerStates, "update"),
@@ -69,7 +70,7 @@ class Meter:
             self._coding_s[operation] += time.thread_time() - begin_s
 
     def read(self) -> dict[str, float]:
-        """So far: processor milliseconds of each thread, those of exchanges' arithmetic by operation, and kB sent.
+        """So far: processor milliseconds of each thread, those of exchanges' arithmetic by operation, kB sent, wakes.
 
         The arithmetic is part of the communication thread's. Bytes are those of all interfaces but loopback, with the
         headers of TCP.
@@ -82,9 +83,13 @@ class Meter:
                 spent_s = time.clock_gettime(
                     ~int(task.name) << 3 | 6
                 )  # the kernel's number of a thread's clock
+                waits = _read_count(task / "status", "voluntary_ctxt_switches")
             except OSError:  # it has ended
                 continue
-            found[_role(int(task.name), own.get(int(task.name), name))] += 1e3 * spent_s
+            role = _role(int(task.name), own.get(int(task.name), name))
+            found[role] += 1e3 * spent_s
+            if role == COMMUNICATION:
+                found[WAKES] += waits
         for operation, spent_s in self._coding_s.items():
             found[f"coding: {operation}"] = 1e3 * spent_s
         for line in SENT.read_text().splitlines()[2:]:
@@ -113,17 +118,17 @@ class Memory:
 
     def __enter__(self) -> Self:
         FORGET.write_text("5")  # the most so far
-        self._before = _resident("VmRSS")
+        self._before = 1024 * _read_count(STATUS, "VmRSS")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.most_nbytes = _resident("VmHWM") - self._before
+        self.most_nbytes = 1024 * _read_count(STATUS, "VmHWM") - self._before
 
     def grown_nbytes(self) -> int:
         """Returns what is held now, above what was held before."""
-        return _resident("VmRSS") - self._before
+        return 1024 * _read_count(STATUS, "VmRSS") - self._before
 
 
-def _resident(name: str) -> int:
-    (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
+def _read_count(status: Path, name: str) -> int:
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1])

@@ -80,12 +80,19 @@ class Trainings(Generic[T, R]):
       path: of the file.
       kind: the dataclass of the trainings' settings.
       battery: names of the cases of ``tests/battery`` that cover a training.
+      used: those of another file, where rows are of both.
     """
 
-    def __init__(self, path: Path, kind: Callable[..., T], battery: Callable[[T], Sequence[str]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        kind: Callable[..., T],
+        battery: Callable[[T], Sequence[str]],
+        used: list[Line] | None = None,
+    ) -> None:
         self._path, self._kind, self._battery = path, kind, battery
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-        self.used: list[Line] = []
+        self.used: list[Line] = [] if used is None else used
         """Lines whose curves have been asked for."""
 
     def stored(self) -> list[T]:

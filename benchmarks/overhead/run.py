@@ -12,7 +12,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Benchmark, Group, Measured, main, torchrun
+from benchmarks.common.shaped import in_lab
 from benchmarks.overhead.large import DDP, DDP_VIEWS, compare_checkpoints
+from farflung.network import Link, NetworkProfile, Site, find_network
 
 ROUNDS = 21
 ROWS = {
@@ -51,6 +53,38 @@ def measure(name: str, quick: bool) -> Mapping[str, Measured]:
     (result,) = torchrun(processes, "benchmarks.overhead.worker", what, str(rounds), str(shorter))
     config = {"processes": processes, "what": what, "rounds": rounds, "seeds": [0], **result}
     return {name: Measured(result["ratio"], (result["spread"][0], result["spread"][1]), config)}
+
+
+ATTACH, ALL_REDUCE = "synchronous, 4 replicas, resnet8", "all-reduce of 4 MB, 4 nodes, 50 ms, 20 Mbit/s"
+LINKS: Mapping[str, tuple[NetworkProfile | None, str, int]] = {
+    f"{ATTACH}, 10 Mbit/s": (find_network("wifi-10mbps").with_nodes(4), "attach:resnet8+lab", 11),
+    f"{ATTACH}, 20 Mbit/s": (NetworkProfile.create_uniform(Link(0.005, 20e6), 4), "attach:resnet8+lab", 11),
+    f"{ATTACH}, 100 Mbit/s": (find_network("wifi-100mbps").with_nodes(4), "attach:resnet8+lab", ROUNDS),
+    f"{ATTACH}, loopback": (None, "attach:resnet8", ROUNDS),
+    ALL_REDUCE: (
+        NetworkProfile("20 Mbit/s", (Site("all", None, Link(0.05), up_bps=20e6, down_bps=20e6),)).with_nodes(
+            4
+        ),
+        "all_reduce:auto:4000000+lab",
+        7,
+    ),
+}
+"""The network of each row, what runs there, and in how many rounds."""
+BURDENS = {"wakes a replica": "wakes", "processor time of all": "cpu_ratio_of_all"}
+"""Rows of each of them beside the step time over DDP or the seconds, and what the worker calls them."""
+
+
+def measure_links(name: str, quick: bool) -> Mapping[str, Measured]:
+    """Rows of one network: wakes of the communication thread, processor time of all replicas, and time."""
+    network, what, rounds = LINKS[name]
+    if quick and network is not None:
+        return {}
+    arguments = ("benchmarks.overhead.worker", what, *(("1", "8") if quick else (str(rounds), "1")))
+    said = torchrun(4, *arguments) if network is None else in_lab(network, 4, *arguments)[0]
+    config = {"processes": 4, "what": what, "rounds": rounds, "seeds": [0], **said[0]}
+    spread = None if name == ALL_REDUCE else tuple(config["spread"])
+    rows = {name: Measured(config["wall_s"] if name == ALL_REDUCE else config["ratio"], spread, config)}
+    return rows | {f"{name}: {row}": Measured(config[key], None, config) for row, key in BURDENS.items()}
 
 
 GPT2_ROUNDS = 5
@@ -137,6 +171,16 @@ BENCHMARK = Benchmark(
     [
         Group((name,), partial(measure, name), "measured", minutes, CANARIES)
         for name, (_, _, minutes) in ROWS.items()
+    ]
+    + [
+        Group(
+            (name, *(f"{name}: {row}" for row in BURDENS)),
+            partial(measure_links, name),
+            "measured",
+            3.0,
+            CANARIES,
+        )
+        for name in LINKS
     ]
     + [
         Group(

@@ -21,8 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import farflung
-from benchmarks.common.meter import MAIN, ROLES, Memory, Meter
+from benchmarks.common.meter import MAIN, ROLES, WAKES, Memory, Meter
 from farflung.comm import Endpoint, ExchangeChannel
+from farflung.comm.interface import find_local_address
 from farflung.config import Training
 from farflung.recipes import parse_recipe
 from farflung.runs import make_replica, resolve_run_collective
@@ -66,7 +67,8 @@ def main() -> None:
     with meter.stopwatch():
         profiled = [(timed(theirs, count, meter), timed(ours, count, meter)) for _ in range(PROFILED)]
     sides.close()
-    dist.barrier()
+    of_all = torch.tensor([[own.processor_ms, own.wakes, other.processor_ms] for other, own in pairs])
+    dist.all_reduce(of_all)
     if rank == 0:
         ratios = [own.wall_s / other.wall_s for other, own in pairs]
         quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
@@ -74,6 +76,9 @@ def main() -> None:
             "ratio": statistics.median(ratios),
             "spread": [quartiles[0], quartiles[2]],
             "cpu_ratio": statistics.median(own.processor_ms / other.processor_ms for other, own in pairs),
+            "cpu_ratio_of_all": float((of_all[:, 0] / of_all[:, 2]).median()),
+            "wakes": float(of_all[:, 1].median()) / size,
+            "wall_s": statistics.median(own.wall_s for _, own in pairs),
             "theirs": profile([other for other, _ in profiled]),
             "ours": profile([own for _, own in profiled]),
             **sides.said,
@@ -97,6 +102,11 @@ class Timed:
     def processor_ms(self) -> float:
         """Of all threads."""
         return sum(self.spent.get(role, 0.0) for role in ROLES)
+
+    @property
+    def wakes(self) -> float:
+        """Of the communication thread."""
+        return self.spent.get(WAKES, 0.0)
 
 
 def timed(run: Callable[[int], object], count: int, meter: Meter) -> Timed:
@@ -138,10 +148,25 @@ class Sides:
     said: Mapping[str, float] = field(default_factory=dict)
 
 
+def create_endpoint(option: str) -> Endpoint:
+    """Returns that of loopback, or with ``lab`` that of the lab."""
+    if option == "lab":
+        return Endpoint(find_local_address(os.environ["MASTER_ADDR"]))
+    return Endpoint(encrypt=option == "encrypted")
+
+
 def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
-    """The same loop around both; ``detail`` is ``mlp``, ``tensors`` or ``resnet20``, with ``+encrypted`` behind it."""
+    """The same loop around both.
+
+    Args:
+      detail: ``mlp``, ``tensors``, ``resnet20``, or ``resnet8`` on small pictures, with ``+encrypted`` or ``+lab``
+        behind it.
+      rank: of this process.
+      size: how many there are.
+      store: of the run.
+    """
     name, _, option = detail.partition("+")
-    shape = {"mlp": (784,), "tensors": (1000,)}.get(name, (3, 32, 32))
+    shape = {"mlp": (784,), "tensors": (1000,), "resnet8": (3, 16, 16)}.get(name, (3, 32, 32))
 
     def made() -> nn.Module:
         if name == "mlp":
@@ -149,7 +174,7 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
             return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
         if name == "tensors":
             return ManyTensors()
-        return create_workload("cifar10/resnet20").build_model(create_generator(0, "model"))
+        return create_workload(f"cifar10/{name}").build_model(create_generator(0, "model"))
 
     inputs = torch.randn(BATCH, *shape)
     targets = torch.randint(10, (BATCH,))
@@ -165,7 +190,7 @@ def attach(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
     their_optimizer = torch.optim.SGD(their_model.parameters(), lr=0.01, momentum=0.9)
     our_model = made()
     our_optimizer = torch.optim.SGD(our_model.parameters(), lr=0.01, momentum=0.9)
-    handle = farflung.attach(our_model, our_optimizer, endpoint=Endpoint(encrypt=option == "encrypted"))
+    handle = farflung.attach(our_model, our_optimizer, endpoint=create_endpoint(option))
     return Sides(
         partial(loop, their_model, their_optimizer),
         partial(loop, our_model, our_optimizer),
@@ -270,10 +295,10 @@ def train(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
 
 
 def all_reduce(detail: str, rank: int, size: int, store: dist.Store) -> Sides:
-    """gloo's all-reduce against ours; ``detail`` is ``collective:bytes``, with ``+encrypted`` behind it."""
+    """gloo's all-reduce against ours; ``detail`` is ``collective:bytes``, with ``+encrypted`` or ``+lab`` behind it."""
     detail, _, option = detail.partition("+")
     name, _, nbytes = detail.partition(":")
-    runtime = WallRuntime(rank, size, store, endpoint=Endpoint(encrypt=option == "encrypted"))
+    runtime = WallRuntime(rank, size, store, endpoint=create_endpoint(option))
     tensor = torch.ones(int(nbytes) // 4)
     side = torch.ones(1, dtype=torch.float64)
     exchange = [0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -15,22 +14,38 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.common import Benchmark, Group, Kept, Measured, main
-from benchmarks.common.shaped import in_lab
+from benchmarks.peers.paced import STEP_S
 from benchmarks.peers.trained import (
     BATCH,
     JUDGES,
+    LARGE_TASK,
     NODES,
     PILOT,
     RATES,
     TASK,
+    TIMES,
     TRAININGS,
     Learned,
+    Timed,
     Trained,
+    lab,
+    large_curve,
     learned,
+    spent_in_lab,
+    steps_to,
 )
-from benchmarks.peers.worker import LONG, OURS, POWERSGDS, SYNCHRONOUS, SYSTEMS
+from benchmarks.peers.worker import (
+    LARGE,
+    LARGE_OURS,
+    LONG,
+    NO_EXCHANGE,
+    OURS,
+    POWERSGDS,
+    SYNCHRONOUS,
+    SYSTEMS,
+)
+from benchmarks.presets.courses import WITHIN
 from benchmarks.presets.language import CORPUS
-from farflung.network import find_network
 
 FOLDER = Path(__file__).parent
 NETWORKS = ("wifi-10mbps", "wifi-100mbps", "four-regions", "lan-1g")
@@ -46,6 +61,19 @@ WITH_FP16 = "best named composition over DDP with its fp16 hook, wifi-10mbps"
 LAN = "lan-1g"
 LAN_ROW = "best over the best peer, lan-1g"
 APART = "powersgd rank 4, loss apart from PyTorch's powerSGD_hook of the same rank, 20newsgroups/gpt"
+TINY = "benchmarks.peers.paced:Paced(layers=1, heads=1, width=8)"
+LARGE_ROWS = {
+    "wifi-10mbps": {
+        "43 MB of gradients, best named composition over torchft DiLoCo, 10 Mbit/s": "torchft DiLoCo, 43 MB",
+        "43 MB of gradients, best named composition over DDP with its PowerSGD hook, 10 Mbit/s": (
+            "DDP, PowerSGD hook, 43 MB"
+        ),
+    },
+    "wifi-100mbps": {
+        "43 MB of gradients, best named composition over torchft DiLoCo, 100 Mbit/s": "torchft DiLoCo, 43 MB",
+    },
+}
+"""Of each network, with the peer of each."""
 
 
 def best_row(network: str) -> str:
@@ -86,24 +114,8 @@ def timed_once(name: str, network: str, number: int) -> dict[str, Any]:
     after = TIMED_WHERE_SLOW if system.until < LONG and network != LAN else TIMED
     steps = system.until + after
     key = {"name": name, "network": network, "steps": steps, "round": number}
-
-    def measure() -> dict[str, Any]:
-        ranks = lab(Trained(name, RATES[system.optimizer][0], PILOT, steps, every=0), network)
-        found: dict[str, Any] = {"until": system.until}
-        for what in ("seconds", "sent", "processor_s"):
-            # All ranks take as long but for hivemind's, of which one may wait for the others at the end.
-            over_ranks = statistics.median if what == "seconds" else math.fsum
-            begin, alike, end = (over_ranks(one["marks"][at][what] for one in ranks) for at in range(3))
-            found[what] = [alike - begin, (end - alike) / after]
-        return {**found, "peak_mb": max(one["peak_mb"] for one in ranks)}
-
-    return Kept(FOLDER, "timings").once(key, measure)
-
-
-def lab(training: Trained, network: str) -> list[dict[str, Any]]:
-    """What each rank said of a training there."""
-    said = in_lab(find_network(network), NODES, "benchmarks.peers.worker", json.dumps(vars(training)))
-    return [line for (line,) in said]
+    training = Trained(name, RATES[system.optimizer][0], PILOT, steps, every=0)
+    return Kept(FOLDER, "timings").once(key, partial(spent_in_lab, training, network))
 
 
 def spent(rounds: Sequence[Mapping[str, Any]], what: str, steps: float) -> list[float]:
@@ -263,6 +275,46 @@ def apart(quick: bool) -> Mapping[str, Measured]:
     return {APART: Measured(statistics.fmean(differences), (min(differences), max(differences)), config)}
 
 
+def large(network: str, quick: bool) -> Mapping[str, Measured]:
+    """How much sooner the best of ours comes to a loss than each peer, at a device's pace and 43 MB of gradients."""
+    if quick:
+        tiny = Trained(NO_EXCHANGE, 0.01, PILOT, steps=4, every=0, batch=1, task=TINY)
+        return dict.fromkeys(LARGE_ROWS[network], Measured(len(tiny.train(nodes=2)), None))
+    reference, *names = LARGE
+    times = {name: TIMES.curve(Timed(name, network)) for name in names}
+    curves = {name: large_curve(name) for name in times if name != NO_EXCHANGE}
+    target = large_curve(reference)[-1][1] + WITHIN
+    without = times[NO_EXCHANGE]["seconds"][1]
+    seconds = {
+        name: spent([times[name]], "seconds", steps)[0] + steps * (STEP_S - without)
+        for name, curve in curves.items()
+        if (steps := steps_to(curve, target)) is not None
+    }
+    config = {
+        "workload": LARGE_TASK,
+        "network": network,
+        "replicas": NODES,
+        "seeds": [PILOT],
+        "target": target,
+        "seconds": seconds,
+        "steps": {name: steps_to(curve, target) for name, curve in curves.items()},
+        "losses": {name: curve[-1][1] for name, curve in curves.items()},
+        "step_s": {name: STEP_S + found["seconds"][1] - without for name, found in times.items()},
+        "kB_a_step": {name: found["sent"][1] / 1e3 for name, found in times.items()},
+    }
+    best = min(LARGE_OURS, key=lambda name: seconds.get(name, math.inf))
+    rows = {}
+    for row, peer in LARGE_ROWS[network].items():
+        if best in seconds and peer in seconds:
+            ratio = seconds[peer] / seconds[best]
+            rows[row] = Measured(ratio, (ratio, ratio), {**config, "best": best})
+        else:
+            late = peer if best in seconds else best
+            reason = f"{late} does not come there"
+            rows[row] = Measured.missed(curves[late][-1][1], target, config, reason=reason)
+    return rows
+
+
 CANARIES = tuple(dict.fromkeys(canary for system in SYSTEMS.values() for canary in system.canaries))
 BENCHMARK = Benchmark(
     FOLDER,
@@ -287,6 +339,16 @@ BENCHMARK = Benchmark(
                 CANARIES,
             )
             for network in NETWORKS
+        ),
+        *(
+            Group(
+                tuple(rows),
+                partial(large, network),
+                "trainings",
+                20.0,
+                [canary for system in LARGE.values() for canary in system.canaries],
+            )
+            for network, rows in LARGE_ROWS.items()
         ),
         Group((APART,), apart, "trainings", 0.5, POWERSGDS["powersgd, rank 4, AdamW"].canaries),
     ],

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -34,7 +34,10 @@ from farflung.seeding import create_generator
 from farflung.workloads import create_workload
 
 __all__ = [
+    "LARGE",
+    "LARGE_OURS",
     "LONG",
+    "NO_EXCHANGE",
     "OURS",
     "PERIOD",
     "POWERSGDS",
@@ -49,7 +52,8 @@ PERIOD, LONG = 10, 50
 """Steps between two exchanges: of what averages parameters, and of what has an outer optimizer."""
 ALIKE = 100
 """Steps at the start of post-local SGD, of late means and of PowerSGD on text in which gradients are summed dense."""
-CONNECT_S, LIMIT_S = 60.0, 1500
+CONNECT_S, LIMIT_S = 300.0, 1500
+"""A dense exchange of 43 MB takes nearly a minute at 10 Mbit/s."""
 
 
 # --- systems ------------------------------------------------------------------------------------------------------
@@ -222,6 +226,7 @@ class System:
       optimizer: ``SGD``, with momentum, or ``AdamW``.
       needs: a module of the extra ``peers``.
       steps_of: the system whose steps are the same, so that it has no training of its own.
+      recipe: whose steps are the same in virtual time, where it is trained so that an interrupted training goes on.
       until: the step from which on all steps are alike.
       connections: of gloo between two ranks.
       alone: whether rank 0's model is looked at, without a wait for the others'.
@@ -232,6 +237,7 @@ class System:
     optimizer: str = "SGD"
     needs: str = ""
     steps_of: str = ""
+    recipe: str = ""
     until: int = PERIOD
     connections: int = 1
     alone: bool = False
@@ -313,8 +319,42 @@ POWERSGDS = {
 """PyTorch's and ours, to compare their losses on text. With two buckets PyTorch's hangs on gloo, so it has one."""
 
 
+def large(name: str, recipe: str, until: int) -> System:
+    """A recipe of ours; inner steps of SGD, since those of AdamW on four replicas would hold up two cores."""
+    start = partial(ours, how=parse_recipe(recipe))
+    return System(start, recipe=recipe, until=until, canaries=(f"preset {name.partition(',')[0]}",))
+
+
+TWO_PHASES = "reducer=codec(phases='two')"
+LATE = "schedule=streaming_diloco(sync_every=48, fragments=4, delay=8)"
+LARGE_OURS = {
+    f"{name}, 43 MB": large(name, recipe, until)
+    for name, recipe, until in (
+        ("diloco, 4 bits", f"diloco(codec=error_feedback(qsgd(bits=4)), {TWO_PHASES})", LONG),
+        ("streaming_diloco, 8 steps late", f"streaming_diloco({LATE}, {TWO_PHASES})", 48),
+        ("powersgd, rank 4", "powersgd(reducer=powersgd(rank=4, dense_steps=2))", PERIOD),
+    )
+}
+"""Named before anything of 43 MB was measured. Two dense steps are the fewest of PyTorch's hook."""
+NO_EXCHANGE = "no exchange, 43 MB"
+LARGE = {
+    "DDP, 43 MB": System(ddp, recipe="synchronous", until=2, canaries=("preset synchronous",)),
+    NO_EXCHANGE: System(lambda job: (job.model, job.inner(job.model.parameters()), lambda: None)),
+    "DDP, fp16 hook, 43 MB": replace(SYSTEMS["DDP, fp16 hook"], steps_of="DDP, 43 MB", until=3),
+    "DDP, PowerSGD hook, 43 MB": System(
+        partial(ddp, hook=partial(powersgd, dense_steps=2), bucket_cap_mb=100),
+        steps_of="powersgd, rank 4, 43 MB",
+    ),
+    "torchft DiLoCo, 43 MB": replace(
+        SYSTEMS["torchft DiLoCo"], optimizer="SGD", recipe="diloco", canaries=("preset diloco",)
+    ),
+    **LARGE_OURS,
+}
+"""On a GPT of 10.7 million parameters: the reference, what all times are above, peers and ours."""
+
+
 def system_of(name: str) -> System:
-    return (SYSTEMS | POWERSGDS)[name]
+    return (SYSTEMS | POWERSGDS | LARGE)[name]
 
 
 # --- one rank -----------------------------------------------------------------------------------------------------

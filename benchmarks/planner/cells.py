@@ -154,7 +154,6 @@ def _plan(
         steps=task.steps,
         workers=NODES,
         seeds=PILOTS[:1] if quick else PILOTS,
-        budget=len(PILOTS),
         out=None if quick else FOLDER / "results" / "parts" / name,
     )
     assert made.choice is not None

@@ -37,6 +37,7 @@ class Language:
       steps: updates.
       seed: of everything.
       workload: its name.
+      learning_rate_schedule: the workload's when not given.
     """
 
     recipe: str
@@ -45,6 +46,7 @@ class Language:
     steps: int = 10_000
     seed: int = 0
     workload: str = CORPUS
+    learning_rate_schedule: str = ""
 
     @classmethod
     def of(cls, setting: Setting, steps: int, seed: int, workload: str = CORPUS) -> Language:
@@ -62,7 +64,9 @@ class Language:
 
     def train(self) -> Curve:
         """Return the curve, of the mean of the replicas where they differ; a training that was cut off goes on."""
-        name = re.sub(r"[^a-z0-9.]+", "-", f"{self.title} {self.workload}".lower())
+        name = re.sub(
+            r"[^a-z0-9.]+", "-", f"{self.title} {self.workload} {self.learning_rate_schedule}".lower().strip()
+        )
         folder = RESULTS / "parts" / name
         cut_off = any((folder / "checkpoints").glob("step-*"))
         if not cut_off:
@@ -90,7 +94,11 @@ class Language:
             "device": DEVICE,
             "steps": self.steps,
             "learning_rate": self.learning_rate,
-            **({"optimizer": self.optimizer} if self.optimizer else {}),
+            **{
+                name: text
+                for name in ("optimizer", "learning_rate_schedule")
+                if (text := getattr(self, name))
+            },
             "evaluate_every": every,
             "checkpoint_every": every,
             "on_nonfinite": "skip",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -15,27 +14,25 @@ from farflung.schedules.orders import rank_by_tic
 from farflung.sim import VirtualWorld
 from farflung.types import Cost, Payload, Runtime, Tag
 
-__all__ = ["inference_gain"]
+__all__ = ["inference_gains"]
 
 
-def inference_gain(model: str, ratio: float, seeds: Sequence[int]) -> float:
-    """The mean time of random orders over that of TIC's.
+def inference_gains(model: str, ratio: float, seeds: Sequence[int]) -> list[float]:
+    """Returns the fraction that TIC's order gains over each of several random orders.
 
     Args:
-      model: a name in :data:`benchmarks.tictac.models.MODELS`.
-      ratio: all transfers over the forward pass.
-      seeds: of the random orders.
+      model: Name in :data:`benchmarks.tictac.models.MODELS`.
+      ratio: Time of all transfers over that of the forward pass.
+      seeds: Seeds of the random orders.
     """
     count = len(MODELS[model].numels)
     needs = [frozenset(range(layer + 1)) for layer in range(count)]
-    ordered = rank_by_tic(needs, range(count))
+    ordered_s = _forward_s(model, ratio, rank_by_tic(needs, range(count)))
     random = [
         dict(enumerate(torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()))
         for seed in seeds
     ]
-    return statistics.fmean(_forward_s(model, ratio, ranks) for ranks in random) / _forward_s(
-        model, ratio, ordered
-    )
+    return [_forward_s(model, ratio, ranks) / ordered_s - 1 for ranks in random]
 
 
 def _forward_s(name: str, ratio: float, ranks: Mapping[int, int]) -> float:

@@ -64,7 +64,7 @@ __all__ = ["Handle", "attach"]
 T = TypeVar("T")
 
 _CONNECT_TIMEOUT_S = 60.0
-_JOIN_HINT = "; where ranks have unlike numbers of batches, put the loop inside handle.join()"
+_JOIN_HINT = "; if ranks have different numbers of batches, put the loop inside handle.join()"
 _active_handles: list[Handle] = []
 """Handles of this process that have not finished."""
 
@@ -592,7 +592,7 @@ class Handle:
                 self._close(error)
                 raise
         elif self.size > 1:
-            raise Unsupported("leave() ends the run for all others: attach(elastic=...) lets them go on")
+            raise Unsupported("leave() ends the run for all others: attach(elastic=...) lets them continue")
         self._close(None)
 
     def __enter__(self) -> Self:
@@ -725,7 +725,7 @@ def _warn_on_later_step(optimizer: torch.optim.Optimizer, rank: int) -> None:
         ):
             has_warned = True
             warnings.warn(
-                f"rank {rank} trains on after finish(), and nothing is exchanged any more: attach() again to go on "
+                f"rank {rank} trains on after finish(), and nothing is exchanged any more: attach() again to continue "
                 "together",
                 stacklevel=2,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from farflung.extras import require_modules
 from farflung.telemetry import Event
 from farflung.types import Json
 
-__all__ = ["LOGGERS", "RunLog", "extract_metrics"]
+__all__ = ["LOGGERS", "RunLog", "extract_metrics", "list_viewers"]
 
 _Log: TypeAlias = "Callable[[Mapping[str, float], int, float], None]"
 """Logging function of metrics by name, their step, and their time in seconds since the epoch."""
@@ -153,6 +154,30 @@ LOGGERS: dict[str, Callable[[Path, str, Mapping[str, Json], int], AbstractContex
 """Context managers that log a run, given its folder, title, configuration and first step, by name."""
 
 
+def list_viewers(names: str, folder: Path) -> dict[str, str]:
+    """Lists the command that shows a run's figures, or the place where they are, for each logger.
+
+    Args:
+      names: Names of loggers, separated by commas.
+      folder: Folder of the run.
+    """
+    runs = folder / "wandb"
+    is_offline = any(runs.glob("offline-run-*"))
+    project = os.environ.get("WANDB_PROJECT", _PROJECT)
+    store = os.environ.get("MLFLOW_TRACKING_URI")
+    viewers = {
+        "tensorboard": f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}",
+        "wandb": f"wandb sync {shlex.quote(str(runs))}/offline-run-*" if is_offline else f"project {project}",
+        "trackio": f"trackio show --project {_PROJECT}",
+        "mlflow": f"mlflow ui --backend-store-uri {shlex.quote(store)}" if store else "mlflow ui",
+    }
+    return {name: viewers[name] for name in _split_names(names)}
+
+
+def _split_names(names: str) -> list[str]:
+    return list(dict.fromkeys(filter(None, (name.strip() for name in names.split(",")))))
+
+
 class RunLog:
     """Sink that passes rank 0's metrics of steps, evaluations and the summary to loggers.
 
@@ -173,7 +198,7 @@ class RunLog:
     def __init__(
         self, names: str, folder: Path | str, *, title: str = "farflung", config: Mapping[str, Json] = {}
     ) -> None:
-        self._names = list(dict.fromkeys(filter(None, (name.strip() for name in names.split(",")))))
+        self._names = _split_names(names)
         for name in self._names:
             if name not in LOGGERS:
                 raise UnknownName("logger", name, LOGGERS)

@@ -26,7 +26,7 @@ _WARM_UP = 3
 
 
 class LoopRecorder:
-    """Sink that times the steps of a loop that trains alone, and the gradients of each parameter.
+    """Sink that times the steps of a loop that trains alone, without waits, and the gradients of each parameter.
 
     Args:
       path: File to write.
@@ -66,7 +66,7 @@ class LoopRecorder:
         if event["event"] != "step":
             return
         if read_number(event, "step") >= _WARM_UP:
-            self._durations_s.append(read_number(event, "duration_s"))
+            self._durations_s.append(read_number(event, "duration_s") - read_number(event, "exposed_s"))
             self._backward_s.append(self._split_backward())
         self._ready_s.clear()
         if len(self._durations_s) == self._steps:

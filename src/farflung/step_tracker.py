@@ -147,8 +147,8 @@ class LoopChecks:
             if p.requires_grad and id(p) not in self._parameter_ids and name not in self._known_names
         ]:
             raise ConfigError(
-                f"the model has parameters that were made after attach(), unlike on each rank: {format_names(names)}; "
-                "finish() and attach() again"
+                f"the model has parameters that were made after attach() and differ between ranks: "
+                f"{format_names(names)}; finish() and attach() again"
             )
 
     def check_all_exchanged(self) -> None:
@@ -230,16 +230,20 @@ class ReplicaComparison:
         """Checks once that all replicas start from one step, also from checkpoints that each has loaded for itself.
 
         Raises:
-          CheckpointError: They do not; names the step of each rank.
+          CheckpointError: They do not; names the step of each rank, and the newest one that all may have.
         """
         if self._has_equal_steps or len(self._engine.members) == 1:
             return
         steps = self._runtime.drive(gather_steps(self._runtime, step, 1, purpose=Purpose.START))
         if len({*steps.values()}) > 1:
             listed = ", ".join(f"rank {rank} at step {other}" for rank, other in steps.items())
-            raise CheckpointError(
-                f"replicas start from different steps, {listed}: load checkpoints of one step"
+            newest = min(steps.values())
+            remedy = (
+                f"load the checkpoint of step {newest}, or an earlier one, on all"
+                if newest
+                else "begin without checkpoints"
             )
+            raise CheckpointError(f"replicas start from different steps, {listed}: {remedy}")
         self._has_equal_steps = True
 
     def compare(self, *, is_compared: bool) -> float:
@@ -434,9 +438,9 @@ class StepTracker:
                 self._checks.warn_once(
                     "apart",
                     f"replicas have come apart by {spread:.1g} of their parameters' norm by step {self.step}, though "
-                    f"their gradients are equal: something beside the steps of {get_optimizer_name(self._optimizer)} "
-                    "changes parameters unlike on each rank, such as noise drawn with unlike seeds. finish() averages "
-                    "them",
+                    "their gradients are equal: something other than the steps of "
+                    f"{get_optimizer_name(self._optimizer)} changes parameters differently on each rank, such as noise "
+                    "drawn with different seeds. finish() averages them",
                 )
         weight = self.weight if has_data else 0.0
         self._engine.begin_round(self.step, StepMetadata(0.0, weight, is_exhausted=not has_data))

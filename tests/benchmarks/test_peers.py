@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from torch import nn
 
 from benchmarks.common.results import load_expected
 from benchmarks.peers import run
+from benchmarks.peers.paced import STEP_S, Paced
 from benchmarks.peers.run import (
     BENCHMARK,
     LAN,
+    LARGE_ROWS,
     NETWORKS,
     TIMED,
     TIMED_WHERE_SLOW,
     fastest,
+    large,
     over,
     rows_of,
     spent,
     system_rows,
     timed,
 )
-from benchmarks.peers.trained import JUDGES, PILOT, RATES, Learned, Trained, learned
-from benchmarks.peers.worker import LONG, OURS, PERIOD, REFERENCE, SYNCHRONOUS, SYSTEMS, batches, halves
+from benchmarks.peers.trained import JUDGES, PILOT, RATES, TIMES, Learned, Timed, Trained, learned, steps_to
+from benchmarks.peers.worker import (
+    LARGE,
+    LARGE_OURS,
+    LONG,
+    NO_EXCHANGE,
+    OURS,
+    PERIOD,
+    REFERENCE,
+    SYNCHRONOUS,
+    SYSTEMS,
+    batches,
+    halves,
+)
 from benchmarks.sampling.training import Looks
+from benchmarks.workloads.news import NewsgroupsGPT
+from farflung.recipes import parse_recipe
+from farflung.seeding import create_generator
 
 
 def test_every_row_is_measured_by_one_group() -> None:
@@ -130,3 +150,55 @@ def test_fragments_are_about_equal(sizes: tuple[int, ...]) -> None:
 
 def test_three_are_named() -> None:
     assert len(OURS) == 3
+
+
+def test_a_paced_model_has_the_parameters_of_its_size_and_gradients_of_random_numbers() -> None:
+    size = {"layers": 1, "heads": 1, "width": 8}
+    model = Paced(**size).build_model(create_generator(0, "model"))
+    real = NewsgroupsGPT(**size).build_model(create_generator(0, "model"))
+    assert [one.shape for one in model.parameters()] == [one.shape for one in real.parameters()]
+    reached = list[int]()
+    for number, weight in enumerate(model.parameters()):
+        weight.register_post_accumulate_grad_hook(lambda _, number=number: reached.append(number))
+    batch = Paced(**size).load_datasets()[0].take(torch.arange(2), train=True)
+    with patch("benchmarks.peers.paced.time") as clock:
+        clock.monotonic.return_value = 0.0
+        Paced(**size).compute_losses(model, batch).backward()
+    assert reached == [*range(len(reached))][::-1]
+    assert all(one.grad is not None and one.grad.norm() > 0 for one in model.parameters())
+    moments = [call.args[0] for call in clock.sleep.call_args_list]
+    assert len(moments) == len(reached) + 1
+    assert moments == sorted(moments)
+    assert (moments[0], moments[-1]) == (STEP_S / 3, STEP_S)
+
+
+def test_steps_to_a_loss_are_interpolated_between_evaluations() -> None:
+    curve = [[50, 3.0, 0], [100, 2.0, 0], [150, 1.5, 0]]
+    assert [steps_to(curve, loss) for loss in (2.5, 1.75, 1.0)] == [75, 125, None]
+
+
+def test_a_large_model_counts_the_exchange_alone_beside_a_device_s_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    each = dict.fromkeys(LARGE, 1.0) | {NO_EXCHANGE: 0.5, "torchft DiLoCo, 43 MB": 2.5}
+    late = {"DDP, PowerSGD hook, 43 MB", "powersgd, rank 4, 43 MB"}
+
+    def times(one: Timed) -> dict[str, Any]:
+        return {"until": 10} | {key: [10 * each[one.name], each[one.name]] for key in ("seconds", "sent")}
+
+    monkeypatch.setattr(TIMES, "curve", times)
+    monkeypatch.setattr(
+        run, "large_curve", lambda name: [[0, 3.0, 0], [1000, 2.5 if name in late else 2.0, 0]]
+    )
+    rows = large("wifi-10mbps", quick=False)
+    torchft, hook = (rows[row] for row in LARGE_ROWS["wifi-10mbps"])
+    assert torchft.ours == pytest.approx((0.25 + 2.0) / (0.25 + 0.5))
+    assert hook.not_reached == {"best": 2.5, "target": 2.05}
+    assert hook.config["steps"]["torchft DiLoCo, 43 MB"] == pytest.approx(950)
+
+
+def test_all_that_is_large_has_a_recipe_of_its_steps() -> None:
+    for name, system in LARGE.items():
+        if name != NO_EXCHANGE:
+            parse_recipe(LARGE[system.steps_of or name].recipe).build_components(seed=0)
+    assert len(LARGE_OURS) == 3

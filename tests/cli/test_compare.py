@@ -131,7 +131,7 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
             ["--recipes", "ring(steps=many)"],
             "recipe 'ring(steps=many)': steps must be a whole number, not 'many'",
         ),
-        (["--recipes", "ddp"], "run on real machines alone"),
+        (["--recipes", "ddp"], "run only on real machines"),
         (["--seeds", "0", "0"], "--seeds: one of them is there twice"),
         (["--target", "nan"], "--target nan: must be a finite number"),
     ],

@@ -140,7 +140,7 @@ def test_other_hosts_are_refused(folder: Path) -> None:
         assert asked(server, host=f"localhost:{port}")[0] == 200
         for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1.evil.example:{port}"):
             for path in ("/", "/data.json"):
-                assert asked(server, path, host) == (421, f"farflung watch answers at 127.0.0.1:{port} alone")
+                assert asked(server, path, host) == (421, f"farflung watch answers only at 127.0.0.1:{port}")
         assert asked(server, "/../config.json")[0] == 404
 
 

@@ -22,7 +22,7 @@ from farflung.comm import (
 from farflung.comm.collectives import direct
 from farflung.decisions import DecisionLog
 from farflung.errors import ConfigError, UnknownName
-from farflung.network import NetworkProfile, find_network
+from farflung.network import Link, NetworkProfile, find_network
 from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Decision, Runtime, Seeds
@@ -98,6 +98,16 @@ def test_each_size_of_tensor_has_its_own() -> None:
 )
 def test_where_the_network_is_not_known_it_hangs_on_the_traffic(size: int, nbytes: int, chosen: str) -> None:
     assert resolve_collective(nbytes, size, None) == chosen
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "latency_s", "chosen"),
+    [(999_996, 0.0, "all_gather"), (1_000_000, 0.0, "direct"), (1_000_000, 0.001, "all_gather")],
+)
+def test_between_two_direct_saves_copies_of_large_tensors_where_a_delay_more_costs_nothing(
+    nbytes: int, latency_s: float, chosen: str
+) -> None:
+    assert resolve_collective(nbytes, 2, NetworkProfile.create_uniform(Link(latency_s), 2)) == chosen
 
 
 def test_any_other_name_stands_for_itself() -> None:

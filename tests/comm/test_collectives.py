@@ -185,7 +185,7 @@ def test_other_dtypes_keep_theirs(name: str, dtype: torch.dtype, cluster: Cluste
 @each_collective
 def test_a_shard_cut_in_pieces_sums_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = simulated(3, name, 1001)
-    monkeypatch.setattr(costs, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(costs, "MAX_PIECE_NBYTES", 64)
     in_pieces = simulated(3, name, 1001)
     assert_same(in_pieces, whole)
 
@@ -315,7 +315,7 @@ def shuffled(world: VirtualWorld, seed: int) -> None:
 @each_collective
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_order_of_arrival_changes_no_bit(name: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(costs, "MAX_PIECE_NBYTES", 64)
     wanted = simulated(4, name, 100, CODECS[codec])
     for seed in range(20):
         world = VirtualWorld(4)

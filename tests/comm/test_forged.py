@@ -106,9 +106,13 @@ def sums(members: Group, between: int) -> list[torch.Tensor]:
     return found
 
 
-def test_a_run_beside_them_ends_with_the_same_bits() -> None:
+@pytest.mark.parametrize("interface", ["127.0.0.1", "127.0.0.2"], ids=["loopback", "as of two machines"])
+def test_a_run_beside_them_ends_with_the_same_bits(interface: str) -> None:
     apart = {"needs_all_members": False}
-    with closing(Group(3, about=apart)) as alone, closing(Group(3, about=apart)) as members:
+    with (
+        closing(Group(3, about=apart)) as alone,
+        closing(Group(3, about=apart, interface=interface)) as members,
+    ):
         expected = sums(alone.meet(), 0)
         found = sums(members.meet(), COUNT // 50)
         print({"refused": members.comms[0].session.transport.refusals.num_messages})

@@ -171,6 +171,24 @@ def test_the_urgent_overtake_the_rest_of_what_is_under_way() -> None:
     assert slow.is_done
 
 
+def test_urgent_messages_are_expected_for_some_megabytes_after_one_has_overtaken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(records, "URGENT_NBYTES", 3 * PIECE)
+    pipe = Pipe()
+    pipe.sender.put(frames_of(large(1, 9)), 0, 0)
+    pipe.send()
+    pipe.sender.put(frames_of(numbered(2)), 0, 0)  # behind it
+    pipe.send()
+    assert not pipe.sender.expects_urgent
+    pipe.sender.put(frames_of(numbered(3)), -1, 0)
+    expected = []
+    for _ in range(5):
+        pipe.send()
+        expected.append(pipe.sender.expects_urgent)
+    assert expected == [True, True, True, False, False]
+
+
 def test_small_ones_that_waited_leave_together() -> None:
     pipe = Pipe()
     for number in range(40):

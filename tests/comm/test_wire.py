@@ -280,13 +280,30 @@ def test_the_whole_payload_counts_against_the_bound(numel: int) -> None:
 @pytest.mark.parametrize("nbytes", [0, 8, INLINE_NBYTES, INLINE_NBYTES + 8, 10**6])
 def test_the_model_of_a_message_has_the_bytes_of_one(nbytes: int) -> None:
     head, *rest = encode(MessageKind.DATA, 7, TAG, Payload((torch.zeros(nbytes, dtype=torch.uint8),)))
-    piece = framing.compute_piece_nbytes(50e6)
+    piece = framing.compute_piece_nbytes(50e6, expects_urgent=True)
     assert piece == 62_500
     plain = 8 + len(head) + sum(len(frame) + 21 * math.ceil(len(frame) / piece) for frame in rest)
     assert framing.compute_wire_nbytes(nbytes, piece, is_encrypted=False) == plain
     assert framing.compute_wire_nbytes(nbytes, piece, is_encrypted=True) == plain + 22 * math.ceil(
         plain / 16_384
     )
+
+
+@pytest.mark.parametrize(
+    ("rate_bps", "urgent", "bulk"),
+    [
+        (0.0, 1 << 14, 1 << 14),
+        (1e6, 1 << 14, 25_000),
+        (10e6, 1 << 14, 1 << 16),
+        (80e6, 100_000, 100_000),
+        (math.inf, 1 << 18, 1 << 18),
+    ],
+)
+def test_a_piece_takes_10_ms_where_urgent_messages_are_expected_and_else_up_to_200(
+    rate_bps: float, urgent: int, bulk: int
+) -> None:
+    assert framing.compute_piece_nbytes(rate_bps, expects_urgent=True) == urgent
+    assert framing.compute_piece_nbytes(rate_bps) == bulk
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(1.0, 1e12)), min_size=1), st.booleans())

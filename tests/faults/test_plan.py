@@ -83,11 +83,13 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], says: str) -> Non
 def test_a_world_refuses_what_it_cannot_carry_by_name() -> None:
     plan = FaultPlan().crash(1, at_step=3).join(4, at_s=2.0)
     plan.check(5, {"crash", "join"}, "this world")
-    with pytest.raises(Unsupported, match=r"join of rank 4 at 2 s: this world carries crash alone"):
+    with pytest.raises(Unsupported, match=r"join of rank 4 at 2 s: this world supports only crash"):
         plan.check(5, {"crash"}, "this world")
-    with pytest.raises(ConfigError, match=r"join of rank 4 at 2 s: there are ranks 0 to 3 alone"):
+    with pytest.raises(ConfigError, match=r"join of rank 4 at 2 s: there are only ranks 0 to 3"):
         plan.check(4, {"crash", "join"}, "this world")
-    with pytest.raises(ConfigError, match=r"cut of rank 0 from rank 9 at step 1: there are ranks 0 to 3"):
+    with pytest.raises(
+        ConfigError, match=r"cut of rank 0 from rank 9 at step 1: there are only ranks 0 to 3"
+    ):
         FaultPlan().cut(0, 9, at_step=1).check(4, {"cut"}, "this world")
 
 

@@ -540,7 +540,7 @@ def test_one_that_is_busy_for_too_long_is_left_out_by_name(caplog: pytest.LogCap
     ended = run(3, FaultPlan().slow(1, factor=400.0, at_step=5, for_s=0.1), **{**LONG, "steps": 200})
     check(ended)
     assert views_of(ended) == [((1,), ()), ((), (1,))]
-    assert "rank 1 counts as lost: it answers, but has not come to that exchange" in caplog.text
+    assert "rank 1 counts as lost: it answers, but has neither reached that exchange" in caplog.text
 
 
 def test_a_run_in_which_nothing_moves_though_all_answer_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

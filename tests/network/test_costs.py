@@ -58,14 +58,22 @@ def test_exact_on_links_that_are_alike(link: Link, name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(COSTS))
 def test_exact_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "PIECE_NBYTES", 1 << 10)
-    nbytes = 4 * 8 * costs.PIECE_NBYTES
+    monkeypatch.setattr(costs, "MAX_PIECE_NBYTES", 1 << 10)
+    nbytes = 4 * 8 * costs.MAX_PIECE_NBYTES
     for latency in (0.0, 0.1, 5.0):
         profile = NetworkProfile.create_uniform(Link(latency, 8e3)).with_nodes(4)
         found = predict_cost_s(profile, name, nbytes, metadata_nbytes=SIDE_NBYTES)
         assert found == pytest.approx(simulated_s(profile, name, nbytes), rel=2e-3), (
             latency
         )  # by the side vector
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "pieces"),
+    [(0, 1), (999_999, 1), (1_000_000, 2), (40_000_000, 2), (4 << 24, 4), (1 << 30, 8)],
+)
+def test_pieces_are_two_unless_they_are_small_or_take_much_memory(nbytes: int, pieces: int) -> None:
+    assert costs.count_pieces(nbytes) == pieces
 
 
 def test_by_hand() -> None:

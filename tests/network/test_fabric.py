@@ -85,7 +85,7 @@ def test_a_trace_that_repeats() -> None:
 def test_a_trace_that_ends_early() -> None:
     trace = BandwidthTrace((0.0,), (100.0,), 2.0, name="office.toml: trace cell")
     assert run([trace], [(0.0, 199.0, uses(0))]) == [1.99]
-    with pytest.raises(ConfigError, match=r"office.toml: trace cell: ends at 2 s and the run goes on"):
+    with pytest.raises(ConfigError, match=r"office.toml: trace cell: ends at 2 s and the run continues"):
         run([trace], [(0.0, 201.0, uses(0))])
 
 

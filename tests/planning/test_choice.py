@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from typing import Any
 
 import pytest
-import torch
 
-from farflung.planning.choice import Gap, Outcome, Pilot, Search, compare_pilots, find_crossing
+from farflung.planning.choice import (
+    SHRINKS,
+    Pilot,
+    PlanRow,
+    Search,
+    bound_crossing,
+    compare_pilots,
+    find_crossing,
+)
+from farflung.planning.timing import Pace
 
 STEPS, SAMPLES = 1200, 400
+SECONDS = 0.1
+"""Processor seconds of a pilot's step."""
 
 
 def build_pilot(steps: int, score: float, *, noisy: int = 0) -> Pilot:
     """A pilot whose score rises evenly; of ``noisy`` samples, half are right where the reference is wrong."""
-    scores = torch.zeros(SAMPLES)
-    scores[noisy : noisy + round(score * SAMPLES)] = 1.0
+    scores = [0.0] * noisy + [1.0] * round(score * SAMPLES)
     curve = [(steps * tenth // 10, score * tenth / 10) for tenth in range(1, 11)]
-    return Pilot(steps, curve, scores)
+    return Pilot(steps, curve, [*scores, *[0.0] * SAMPLES][:SAMPLES], seconds=SECONDS * steps)
 
 
 class Race:
@@ -32,11 +42,18 @@ class Race:
         self.trained.append((name, steps))
         return [build_pilot(steps, self.scores[name], noisy=0 if name == "reference" else self.noisy)]
 
-    def search(self) -> Search:
-        def compute_seconds(name: str, steps: int) -> float:
-            return steps * self.step_s[name]
+    def search(self, **options: Any) -> Search:
+        rows = {
+            name: PlanRow(name, pace=Pace(0, 0.0, 0.0, [step_s], [step_s], 0.0, 10.0), status="timed")
+            for name, step_s in self.step_s.items()
+        }
+        settings: dict[str, Any] = {"tolerance": 0.05, "budget_steps": STEPS, **options}
+        return Search(rows, "reference", ["dense"], STEPS, 0.25, self.train, **settings)
 
-        return Search(STEPS, 0.25, STEPS, "reference", ["dense"], compute_seconds, self.train, tolerance=0.05)
+    def list_outcomes(self, **options: Any) -> dict[str, tuple[str, str]]:
+        search = self.search(**options)
+        search.choose()
+        return {name: (row.status, row.reason) for name, row in search.rows.items()}
 
 
 def test_fastest_recipe_within_the_tolerance_wins_and_slower_ones_need_no_pilot() -> None:
@@ -44,8 +61,9 @@ def test_fastest_recipe_within_the_tolerance_wins_and_slower_ones_need_no_pilot(
         {"reference": 10.0, "dense": 20.0, "fast": 1.0, "good": 2.0, "slow": 8.0},
         {"reference": 0.8, "fast": 0.5, "good": 0.8, "slow": 0.9},
     )
-    outcomes = race.search().choose([*race.step_s])
-    assert {name: outcome.status for name, outcome in outcomes.items()} == {
+    search = race.search()
+    assert search.choose() == "good"
+    assert {name: row.status for name, row in search.rows.items()} == {
         "reference": "reaches",
         "dense": "reaches",
         "fast": "misses",
@@ -55,56 +73,96 @@ def test_fastest_recipe_within_the_tolerance_wins_and_slower_ones_need_no_pilot(
     assert race.trained == [
         ("fast", 100), ("reference", 100), ("good", 100), ("good", 300), ("reference", 300)
     ]  # fmt: skip
-    assert outcomes["good"].steps == pytest.approx(0.75 / 0.8 * STEPS, abs=1)
-    assert outcomes["good"].max_steps == STEPS
+    good = search.rows["good"]
+    crossing = (0.95 * 0.8 - 0.05) / 0.8  # of the mean of the last two evaluations, less the tolerance
+    assert good.steps == pytest.approx(crossing * STEPS * SHRINKS, abs=1)  # twice as long twice, half of it
+    assert good.sent_nbytes == 10 * (good.steps or 0)
 
 
 def test_gap_within_its_noise_is_no_veto_but_a_longer_pilot() -> None:
     race = Race({"reference": 10.0, "dense": 20.0, "near": 1.0}, {"reference": 0.8, "near": 0.74}, noisy=100)
-    search = race.search()
-    assert search.choose([*race.step_s])["near"].status == "misses"
+    assert race.list_outcomes(budget_steps=math.inf)["near"] == ("misses", "")
     assert ("near", 600) in race.trained
     race.scores = {**race.scores, "near": 0.76}
-    search = race.search()
-    near = search.choose([*race.step_s])["near"]
-    assert near.status == "reaches"
-    assert near.max_steps is None
+    assert race.list_outcomes(budget_steps=math.inf)["near"] == ("reaches", "")
 
 
 def test_short_pilots_allow_twice_the_tolerance() -> None:
     race = Race({"reference": 10.0, "dense": 20.0, "late": 1.0}, {"reference": 0.8, "late": 0.71})
-    assert race.search().choose([*race.step_s])["late"].status == "misses"
+    assert race.list_outcomes()["late"] == ("misses", "")
     assert ("late", 300) in race.trained
 
 
-def test_budget_ends_the_search_and_long_blocks_are_not_tried() -> None:
+SPENT = ("untried", "the budget is spent")
+
+
+@pytest.mark.parametrize(
+    ("budget", "good"),
+    [
+        ({"budget_steps": 299}, SPENT),  # 100 steps of fast and of the reference, and then 100 of good
+        ({"budget_steps": 899}, SPENT),  # and then 300 of good and of the reference
+        ({"budget_steps": 900}, ("reaches", "")),
+        ({"budget_s": 899 * SECONDS}, SPENT),
+        ({"budget_s": 901 * SECONDS}, ("reaches", "")),
+    ],
+)
+def test_pilot_that_would_exceed_the_budget_is_not_begun(
+    budget: dict[str, float], good: tuple[str, str]
+) -> None:
     race = Race(
-        {"reference": 10.0, "dense": 20.0, "blocks": 0.5, "fast": 1.0, "good": 2.0},
+        {"reference": 10.0, "dense": 20.0, "fast": 1.0, "good": 2.0},
         {"reference": 0.8, "fast": 0.5, "good": 0.8},
     )
-    search = replace(race.search(), budget_steps=150, min_steps={"blocks": 301})
-    outcomes = search.choose([*race.step_s])
-    assert outcomes["blocks"] == Outcome("untried", "its blocks are too long for pilots of 300 steps")
-    assert outcomes["good"] == Outcome("untried", "the budget is spent")
-    assert outcomes["reference"].status == "reaches"
+    outcomes = race.list_outcomes(**budget)
+    assert outcomes["good"] == good
+    assert outcomes["reference"] == ("reaches", "")
+    steps = sum(steps for _, steps in race.trained)
+    assert steps <= budget.get("budget_steps", math.inf)
+    assert SECONDS * steps <= budget.get("budget_s", math.inf)
 
 
-def test_time_is_an_interval_only_if_the_pilot_was_long_enough() -> None:
-    assert Outcome("misses").bound_seconds(float) is None
-    low, high = Outcome("reaches", steps=60, max_steps=100).bound_seconds(float) or (0.0, 0.0)
-    assert low is None
-    assert high == pytest.approx(110)
-    low, high = Outcome("reaches", steps=100).bound_seconds(float) or (0.0, 0.0)
-    assert low == pytest.approx(63)
-    assert high == pytest.approx(110)
+def test_recipe_with_long_blocks_is_not_tried() -> None:
+    race = Race({"reference": 10.0, "dense": 20.0, "blocks": 0.5}, {"reference": 0.8, "blocks": 0.8})
+    reason = "its blocks are too long for pilots of 300 steps"
+    assert race.list_outcomes(min_steps={"blocks": 301})["blocks"] == ("untried", reason)
 
 
 def test_noise_is_of_paired_differences() -> None:
     pilot, reference = build_pilot(10, 0.5), build_pilot(10, 0.75)
-    gap = compare_pilots([pilot], [reference])
-    assert gap.mean == pytest.approx(0.25)
-    assert gap.noise == pytest.approx(2 * (0.25 * 0.75 / SAMPLES) ** 0.5, rel=0.01)
-    assert compare_pilots([reference], [reference]) == Gap(0.0, 0.0)
+    gap, noise = compare_pilots([pilot], [reference])
+    assert gap == pytest.approx(0.25)
+    assert noise == pytest.approx(2 * (0.25 * 0.75 / SAMPLES) ** 0.5, rel=0.01)
+    assert compare_pilots([reference], [reference]) == (0.0, 0.0)
+
+
+def build_curve(*scores: float) -> list[Pilot]:
+    return [Pilot(100, [(10 * (index + 1), score) for index, score in enumerate(scores)], [])]
+
+
+RISING = [tenth / 10 for tenth in range(1, 9)] + [0.8, 0.8]
+
+
+def test_crossing_has_bounds_by_the_noise_of_the_scores() -> None:
+    even = build_curve(*RISING)
+    noisy = build_curve(*(score + 0.03 * (-1) ** index for index, score in enumerate(RISING)))
+    (low, middle, high), wide = (bound_crossing(pilots, even, 0.25) for pilots in (even, noisy))
+    assert middle == pytest.approx(55)
+    assert (wide[0] or 55) < (low or 0) < 55
+    assert (wide[2] or 0) > (high or 100) > 55
+    assert bound_crossing(build_curve(*[0.56] * 10), noisy, 0.25)[2] is None
+
+
+def test_time_to_the_target_is_at_most_where_pilots_do_not_tell_more() -> None:
+    race = Race({"reference": 10.0, "dense": 20.0, "good": 1.0, "same": 2.0}, {"reference": 0.8, "good": 0.8})
+    search = race.search()
+    search.choose()
+    good = search.rows["good"]
+    assert 0 < (good.low_s or 0) < (good.steps or 0) < (good.high_s or 0) < 1.1 * STEPS
+    assert (search.rows["same"].status, search.rows["same"].low_s) == ("slower", None)
+    search = race.search(tolerance=0.75)  # reached before the first evaluation
+    search.choose()
+    assert search.rows["good"].low_s is None
+    assert (search.rows["good"].high_s or STEPS) < STEPS
 
 
 def test_crossing_is_between_evaluations() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 import farflung
+from farflung.calibration import measure_step_nbytes
 from farflung.cli.main import main
 from farflung.errors import ConfigError, RunLost
 from farflung.network import NetworkProfile
-from farflung.planning import Plan, PlanRow, auto, plan_script, planner
+from farflung.planning import Plan, PlanRow, auto, plan_script, planner, time_recipe
 from farflung.recipes.planned import REFERENCE
 from farflung.report import render_text
+from farflung.runs import SimulatedConfig
 from farflung.wall import LaunchEnv
 
 HOME = """
@@ -46,6 +48,9 @@ def test_plan_has_a_row_of_each_recipe_and_continues_where_it_stopped(
     assert made.choice.network == "wifi-10mbps"
     assert rows[REFERENCE].status == "reaches"
     assert rows["local_sgd(sync_every=4)"].gap is not None
+    bounds = [bound for bound in rows[REFERENCE].loss_bounds if bound is not None]
+    assert len(bounds) == 10
+    assert bounds[0] > bounds[-1]
     assert json.loads((tmp_path / "plan.json").read_text())["choice"] == made.choice.recipe
     monkeypatch.setattr(planner, "train_pilot", None)
     monkeypatch.setattr(planner, "time_recipe", None)
@@ -58,8 +63,24 @@ def test_score_to_reach_trains_the_reference_whole_beyond_the_budget() -> None:
     assert {row.recipe: row.status for row in made.rows} == {RECIPES[0]: "reaches", REFERENCE: "reaches"}
 
 
+def test_recipes_that_need_more_memory_or_samples_of_others_are_left_out() -> None:
+    config = SimulatedConfig.resolve({**SETTINGS, "recipe": REFERENCE})
+    (pace,), _ = time_recipe(config, ["lan-1g"])
+    memory = (measure_step_nbytes(config.task, config.training) + pace.held_nbytes) / planner.GIB
+    recipes = ["local_sgd(sync_every=4)", "mercury"]
+    made = farflung.plan(recipes=recipes, max_memory=memory, data_stays=True, **SETTINGS)  # type: ignore[arg-type]
+    reasons = {row.recipe: row.reason for row in made.rows}
+    assert reasons == {
+        REFERENCE: "",
+        "local_sgd(sync_every=4)": reasons["local_sgd(sync_every=4)"],
+        "mercury": "it needs samples of other replicas, and data stays",
+    }
+    assert reasons["local_sgd(sync_every=4)"].startswith("it needs ")
+    assert "--data-stays " in made.command
+
+
 def build_row(recipe: str, **figures: object) -> PlanRow:
-    row = PlanRow(recipe, "4g", 5000.0, 1.25, 0.99, "misses", gap=0.113, noise=0.0212)
+    row = PlanRow(recipe, "4g", None, 5000.0, 1.25, 0.99, "misses", gap=0.113, noise=0.0212)
     return replace(row, **figures)  # type: ignore[arg-type]
 
 
@@ -102,12 +123,14 @@ def test_table_fits_80_columns_and_says_what_to_take() -> None:
         ("--within much", "write it as 1% or 0.05"),
         ("--target 5", "the reference does not reach it in 80 steps"),
         ("--recipes diloco", "25% of it is shorter than two blocks of 50 steps of diloco"),
-        ("--budget 0.01", "the reference alone takes 0.087 trainings"),
+        ("--budget 0", "timing alone takes"),
+        ("--max-memory 1e-9", f"{REFERENCE} alone needs"),
         ("--networks home.toml --workers 3", "it describes 2 nodes, and 3 are to run"),
         ("--workload tests.planning.own:random_width", "its model differs from seed to seed"),
         ("--share 2", "must be above 0 and at most 1"),
         ("-- nowhere.py", "there is no such script"),
         ("--within 1% -- train.py", "a script is only timed"),
+        ("--max-memory 2 -- train.py", "--max-memory: a script is only timed"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
@@ -145,8 +168,12 @@ ATTACH = "farflung.attach(model, optimizer, 'demo')"
 def test_loop_with_attach_is_recorded_and_timed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOOP.format(attach=ATTACH, steps=1000))
-    made = plan_script([str(script)], "wifi-10mbps", recipes=["local_sgd", "mercury"], workers=2, steps=100)
+    own = "demo(optimizer=sign_sgd)"
+    made = plan_script(
+        [str(script)], "wifi-10mbps", recipes=["local_sgd", "mercury", own], workers=2, steps=100
+    )
     rows = {row.recipe: row for row in made.rows}
+    assert rows[own].reason == "the loop has its own optimizer: set that there, and name the recipe alone"
     assert made.choice is None
     assert made.command == made.attach_line == ""
     assert rows["mercury"].reason.startswith("attach cannot follow it")

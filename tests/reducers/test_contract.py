@@ -329,7 +329,7 @@ REFUSED = {
     "adaptive_topk(smoothing=1.5)": "smoothing 1.5",
     "adaptive_topk(decide='now')": "decide 'now'",
     "adaptive_topk(rule='papers')": "rule 'papers' must be 'paper' or 'released'",
-    "adaptive_topk(epoch_steps=3)": "epoch_steps is of rule='released' alone",
+    "adaptive_topk(epoch_steps=3)": "epoch_steps is only for rule='released'",
     "adaptive_topk(rule='released', epoch_steps=0)": "epoch_steps 0",
     "adaptive_topk(rule='released', smoothing=1.0)": "smoothing and decide are not of rule='released'",
     "adaptive_topk(rule='released', decide='exact')": "smoothing and decide are not of rule='released'",

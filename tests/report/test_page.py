@@ -150,7 +150,7 @@ def test_several_runs_stand_beside_each_other(run: Run, tmp_path: Path) -> None:
     assert [(line["name"], line["run"]) for line in lines] == [
         (name, place) for place, name in enumerate(rows)
     ]
-    (pair,) = figures(data, "Measured beside simulated").values()
+    (pair,) = figures(data, "Measured and simulated").values()
     beside = {row[0]: row[1:] for row in pair["rows"]}
     seconds = [real.summary["duration_s"], run.summary["duration_s"]]
     assert beside["duration (s)"] == [

@@ -30,18 +30,25 @@ def end(sent: object) -> Event:
     return {"event": "end", "rank": 0, "bytes_sent_to": sent}  # type: ignore[dict-item]
 
 
-def test_a_row_for_each_pair_and_a_column_for_each_kind() -> None:
+def test_a_section_for_each_kind_and_a_row_for_each_pair() -> None:
     assert shown(SENT) == [
         ["of", "a", "run"],
-        ["from", "→", "to", "gradients", "evaluation", "sum"],
-        ["0", "→", "1", "5,000", "8", "5,008"],
-        ["2", "→", "0", "7", "·", "7"],
-        ["all", "5,007", "8", "5,015"],
+        ["kind", "from", "→", "to", "bytes"],
+        ["gradients", "all", "5,007"],
+        ["0", "→", "1", "5,000"],
+        ["2", "→", "0", "7"],
+        ["evaluation", "all", "8"],
+        ["0", "→", "1", "8"],
+        ["all", "kinds", "all", "5,015"],
     ]
 
 
-def test_nothing_sent_is_an_empty_table() -> None:
-    assert shown({}) == [["of", "a", "run"], ["from", "→", "to", "sum"], ["all", "0"]]
+def test_nothing_sent_is_a_sum_of_zero() -> None:
+    assert shown({}) == [
+        ["of", "a", "run"],
+        ["kind", "from", "→", "to", "bytes"],
+        ["all", "kinds", "all", "0"],
+    ]
 
 
 def test_the_last_end_of_a_resumed_run_counts_and_kinds_keep_one_order() -> None:
@@ -57,7 +64,7 @@ def test_the_last_end_of_a_resumed_run_counts_and_kinds_keep_one_order() -> None
     ("events", "says"),
     [
         ({}, "has no telemetry events"),
-        ({0: [end({})], 1: []}, "rank 1 has not come to the end"),
+        ({0: [end({})], 1: []}, "rank 1 has not reached the end"),
         ({0: [{"event": "end", "rank": 0}]}, "is damaged"),
         ({0: [end([1])]}, "is damaged"),
         ({0: [end({"gradients": 3})]}, "is damaged"),

@@ -312,7 +312,7 @@ def test_a_replica_with_another_model_is_refused_alone_and_leaves_its_rank_to_th
     ("where", "says"),
     [
         ("runs", "runs: neither a run's folder nor HOST:PORT"),
-        (".", "no run goes on there that others may join"),
+        (".", "no run is going on there that others may join"),
     ],
 )
 def test_where_there_is_no_run_to_join(
@@ -326,8 +326,8 @@ def test_where_there_is_no_run_to_join(
     ("options", "says"),
     [
         ("--elastic 3", "--elastic 3: must be MIN or MIN:MAX with MIN from 1 to --workers"),
-        ("--elastic 1 --quorum half", "--quorum half: must be majority, or 1 beside --elastic"),
-        ("--quorum 1", "--quorum 1: must be majority, or 1 beside --elastic"),
+        ("--elastic 1 --quorum half", "--quorum half: must be majority, or 1 together with --elastic"),
+        ("--quorum 1", "--quorum 1: must be majority, or 1 together with --elastic"),
         ("--elastic 1 --collective native", "the backend's own collectives need all replicas"),
         ("--elastic 1 --partition iid", "the share of a lost replica would be missing"),
     ],

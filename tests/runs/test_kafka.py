@@ -147,7 +147,7 @@ def test_a_partition_that_is_gone_is_named(broker: Broker, opened: Open) -> None
     step(stream, samples, 0)
     state = stream.state_dict()
     with pytest.raises(
-        CheckpointError, match=r"topic gone at .*: partition 2, which the checkpoint goes on from"
+        CheckpointError, match=r"topic gone at .*: partition 2, from which the checkpoint continues"
     ):
         opened("gone", 3)[0].load_state_dict(state)
     state["next"]["2"] = 4000
@@ -196,7 +196,7 @@ def test_a_broker_that_is_away_for_too_long_is_named(broker: Broker, opened: Ope
     stream, samples = opened("silent", deadline_s=0.2)
     broker.stop()
     try:
-        with pytest.raises(DataError, match=r"topic silent at .*: nothing came for 0 s.*raise deadline_s"):
+        with pytest.raises(DataError, match=r"topic silent at .*: nothing arrived for 0 s.*raise deadline_s"):
             step(stream, samples, 0)
     finally:
         broker.go_on()

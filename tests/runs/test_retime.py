@@ -259,7 +259,7 @@ def test_what_cannot_be_retimed_is_refused(capsys: pytest.CaptureFixture[str], t
     assert "no run there" in refused(capsys, tmp_path / "nowhere")
     events = stored.get_telemetry_path(0).read_text().splitlines()
     stored.get_telemetry_path(0).write_text("\n".join(events[:-1]) + "\n")
-    assert "has not come to its end" in refused(capsys, stored.path)
+    assert "has not reached its end" in refused(capsys, stored.path)
     stored.get_telemetry_path(0).write_text("\n".join([*events, events[0]]) + "\n")
     assert "the run was resumed" in refused(capsys, stored.path)
     stored.get_telemetry_path(0).write_text("\n".join(events) + "\n")

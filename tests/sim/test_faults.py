@@ -290,6 +290,6 @@ def test_a_plan_that_never_strikes_changes_no_time() -> None:
 
 @pytest.mark.parametrize("kind", ["join", "leave"])
 def test_what_needs_a_change_of_members_is_refused_by_name(kind: str) -> None:
-    says = f"{kind} of rank 1 at step 3: virtual time carries crash, cut, "
+    says = f"{kind} of rank 1 at step 3: virtual time supports only crash, cut, "
     with pytest.raises(Unsupported, match=f"{says}.* members come and go with VirtualWorld"):
         trained(getattr(FaultPlan(), kind)(1, at_step=3))

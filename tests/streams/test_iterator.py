@@ -87,7 +87,7 @@ def test_one_that_blocks_is_ended_by_the_deadline_and_named(opened: Open) -> Non
 
     stream, samples = opened(silent, deadline_s=0.1)
     assert step(stream, samples, 0) == [0, 1, 2, 3]
-    with pytest.raises(DataError, match=r"iterator .*silent: nothing came for 0 s; .*raise deadline_s"):
+    with pytest.raises(DataError, match=r"iterator .*silent: nothing arrived for 0 s; .*raise deadline_s"):
         step(stream, samples, 1)
     never.set()
 
@@ -95,7 +95,7 @@ def test_one_that_blocks_is_ended_by_the_deadline_and_named(opened: Open) -> Non
 def test_the_samples_of_one_that_ends_are_used(opened: Open) -> None:
     stream, samples = opened(lambda *_: evens(0, 1, 184), deadline_s=0.1)
     assert [step(stream, samples, number) for number in range(2)] == [[92, 93, 94, 95], [96, 97, 98, 99]]
-    with pytest.raises(DataError, match=r"nothing came for 0 s \(it has ended\)"):
+    with pytest.raises(DataError, match=r"nothing arrived for 0 s \(it has ended\)"):
         step(stream, samples, 2)
 
 

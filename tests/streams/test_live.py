@@ -250,7 +250,7 @@ def test_the_rate_is_measured_by_how_the_source_grows(reader: Make) -> None:
 def test_a_source_that_does_not_say_is_waited_for_as_one_that_is_silent(reader: Make) -> None:
     source = Fountain(VALUES[:50])
     source.rates.clear()
-    with pytest.raises(DataError, match="nothing came for 0 s"):
+    with pytest.raises(DataError, match="nothing arrived for 0 s"):
         reader(source, window_s=1.0, least=4, deadline_s=0.05).step(0)
 
 
@@ -299,7 +299,7 @@ def test_messages_that_do_not_decode_are_skipped_and_counted(reader: Make) -> No
 def test_silence_ends_a_wait_and_names_the_source(reader: Make) -> None:
     source = Fountain(VALUES[:3])
     source.trouble = "unplugged"
-    with pytest.raises(DataError, match=r"fountain: nothing came for 0 s \(unplugged\).*raise deadline_s"):
+    with pytest.raises(DataError, match=r"fountain: nothing arrived for 0 s \(unplugged\).*raise deadline_s"):
         reader(source, deadline_s=0.05).step(0)
     assert source.closed == 1
 
@@ -309,7 +309,7 @@ def test_a_partition_that_is_gone_is_named_and_a_new_one_is_read_from_its_beginn
     one.step(0)
     state = one.stream.state_dict()
     with pytest.raises(
-        CheckpointError, match="fountain: partition 1, which the checkpoint goes on from, is gone"
+        CheckpointError, match="fountain: partition 1, from which the checkpoint continues, is gone"
     ):
         reader(Fountain(VALUES[:9])).stream.load_state_dict(state)
     more = Fountain(VALUES[:5], VALUES[:5], VALUES[:5])

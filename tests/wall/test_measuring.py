@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from farflung.comm import AUTO, resolve_collective
 from farflung.decisions import DecisionLog
 from farflung.network import Link, Medium, NetworkProfile, Site, find_network, format_profile, load_profile
 from farflung.network.link import compute_mean_capacity
+from farflung.network.tcp import CongestionControl
 from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Payload, Tag
@@ -127,12 +129,12 @@ def test_each_link_is_probed_alone(size: int) -> None:
     assert seconds < 60
 
 
-def test_a_slow_start_does_not_count() -> None:
-    base = NetworkProfile.create_uniform(Link(0.05, 5e7), 2)
-    found, _ = probed(
-        NetworkProfile("far", base.sites, base.site_links, default=base.default, congestion="cubic")
-    )
-    assert found.links[0, 1].bandwidth_bps == pytest.approx(5e7, rel=0.1)
+@pytest.mark.parametrize("congestion", ["cubic", "bbr"])
+@pytest.mark.parametrize("link", [Link(0.05, 5e7), Link(0.139, 1.3e7)])
+def test_a_slow_start_does_not_count(link: Link, congestion: CongestionControl) -> None:
+    network = dataclasses.replace(NetworkProfile.create_uniform(link, 2), congestion=congestion)
+    found, _ = probed(network)
+    assert found.links[0, 1].bandwidth_bps == pytest.approx(link.bandwidth_bps, rel=0.03)
 
 
 def test_an_uplink_that_links_share_is_told_from_the_links() -> None:

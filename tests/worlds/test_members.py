@@ -276,9 +276,9 @@ def test_an_urgent_message_waits_for_two_pieces_of_bulk_in_virtual_time() -> Non
     world = VirtualWorld(2, LinkModel(LATENCY_S, 10e6), needs_all_members=False)
     [sent], [first, heard, all_there] = world.run([hurried(runtime) for runtime in world.runtimes])
     assert first == 0
-    # It is sent when 10 ms of the first piece have left: two of 16 KiB at 10 Mbit/s, 4 bytes, and the delay.
+    # It is sent when 10 ms of the first piece have left: two of 64 KiB at 10 Mbit/s, 4 bytes, and the delay.
     assert sent == pytest.approx(LATENCY_S + 3.2e-6, abs=1e-12)
-    assert heard == pytest.approx(2 * 8 * 16_384 / 10e6 + 3.2e-6 + LATENCY_S, abs=1e-12)
+    assert heard == pytest.approx(2 * 8 * 65_536 / 10e6 + 3.2e-6 + LATENCY_S, abs=1e-12)
     assert all_there == pytest.approx(3.2 + 3.2e-6 + LATENCY_S)
 
 

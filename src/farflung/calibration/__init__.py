@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         measure_coding,
         select_specs,
     )
-    from farflung.calibration.device import Calibration, Spread, calibrate
+    from farflung.calibration.device import Calibration, Spread, calibrate, measure_step_nbytes
     from farflung.calibration.probes import (
         MessageCosts,
         count_forward_flops,
@@ -25,7 +25,7 @@ else:
         __name__,
         {
             "coding": "CodingTask measure_coding build_coding_tasks build_ladder select_specs",
-            "device": "Calibration Spread calibrate",
+            "device": "Calibration Spread calibrate measure_step_nbytes",
             "probes": "MessageCosts count_forward_flops measure_message_cpu_costs measure_peak_nbytes",
             "processor_load": "ProcessorLoad run_neighbour_processes",
         },
@@ -44,6 +44,7 @@ __all__ = [
     "measure_coding",
     "measure_message_cpu_costs",
     "measure_peak_nbytes",
+    "measure_step_nbytes",
     "run_neighbour_processes",
     "select_specs",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from farflung.errors import ConfigError
 from farflung.seeding import RandomState, create_generator, derive_seed
 from farflung.types import Batch, Dataset, TensorSpec, Workload
 
-__all__ = ["Calibration", "Spread", "calibrate"]
+__all__ = ["Calibration", "Spread", "calibrate", "measure_step_nbytes"]
 
 WARM_UP = 3
 """Number of first steps that are not counted, since they allocate."""
@@ -296,6 +297,14 @@ class _Step:
             sample_nbytes=sample,
             activations_nbytes=measure_saved_nbytes(self._compute_loss, inputs) / training.batch_size,
         )
+
+
+def measure_step_nbytes(work: Workload, training: Training) -> int:
+    """Measures the peak bytes of the tensors of a replica that trains alone, by two of its steps."""
+    with RandomState.preserve_globals():
+        RandomState(derive_seed(training.seed, "replica", 0)).install()
+        train, _ = work.load_datasets()
+        return measure_peak_nbytes(lambda: _run_two_steps(work, train, training, time.perf_counter))
 
 
 def _run_two_steps(work: Workload, train: Dataset, training: Training, clock: Callable[[], float]) -> None:

@@ -84,7 +84,7 @@ def run_neighbour_processes(count: int, endless_work: Callable[[], Iterator[None
         if ended_pids:
             pids = [pid for pid in pids if pid not in ended_pids]
             raise RunLost(
-                f"{len(ended_pids)} of {count} processes that were to compute beside this one have ended"
+                f"{len(ended_pids)} of {count} processes that compute at the same time as this one have ended"
             )
     finally:
         for pid in pids:

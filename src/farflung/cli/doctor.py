@@ -72,7 +72,7 @@ class Doctor:
             return _serve(port)
         machine = _describe_machine([host for host, _ in peers.values()], LaunchEnv.read_site())
         if not self.json:
-            print_table(["of this machine", ""], machine.items())
+            print_table((), [*machine.items()])
         results: dict[str, ProbeResult] = {}
         troubles = _list_machine_troubles()
         for text, address in peers.items():

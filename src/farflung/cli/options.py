@@ -135,7 +135,7 @@ class RunCommand:
             create_stderr_console().print(render_partition_table(run.shares, run.config.partition_text))
         with Progress(quiet=quiet, is_simulated=self.config_class is SimulatedConfig) as progress:
             result = begin(progress)
-        print_result(result, as_json=bool(self.json))
+        print_result(result, as_json=bool(self.json), log_to=run.options.log_to)
         return result
 
 
@@ -185,13 +185,14 @@ def build_endpoint(command: object) -> Endpoint:
     return Endpoint(**collect_options(command, ENDPOINT))
 
 
-def print_result(run: Run, *, as_json: bool) -> None:
-    """Prints the summary of a run and the paths of its files."""
+def print_result(run: Run, *, as_json: bool, log_to: str = "") -> None:
+    """Prints the summary of a run, the paths of its files, and where its loggers have their figures."""
+    from farflung.loggers import list_viewers
+
     if as_json:
         print(json.dumps({**run.summary, "folder": str(run.folder)}))
         return
     create_stdout_console().print(run.build_table())
-    files: dict[str, Path | str] = {"telemetry": run.files.get_telemetry_path(min(run.events, default=0))}
-    if run.files.curves_path.is_dir():
-        files["curves"] = f"tensorboard --logdir {run.files.curves_path}"
-    print_files(**files, page=f"farflung report {shlex.quote(str(run.folder))}")
+    telemetry = run.files.get_telemetry_path(min(run.events, default=0))
+    viewers = list_viewers(log_to, run.folder)
+    print_files(telemetry=telemetry, **viewers, page=f"farflung report {shlex.quote(str(run.folder))}")

@@ -52,11 +52,11 @@ def create_stderr_console() -> Console:
 
 
 def print_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    """Prints ``lines`` of cells below column names, if any; never wraps the first column and never truncates a cell."""
+    """Prints ``lines`` of cells below column names, if any; the widest columns wrap first, and no cell is truncated."""
     rows = [[Text(cell) for cell in line] for line in lines]
     table = Table(show_header=bool(columns))
     for index, name in enumerate(columns or [""] * len(rows[0])):
-        table.add_column(name, no_wrap=index == 0, style="bold" if index == 0 else None, overflow="fold")
+        table.add_column(name, style="bold" if index == 0 else None, overflow="fold")
     for row in rows:
         table.add_row(*row)
     create_stdout_console().print(table)

@@ -6,8 +6,9 @@ import json
 import re
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.text import Text
@@ -33,6 +34,8 @@ EXCLUDED = {
     "quorum",
 }
 """Settings that a plan has no option for."""
+PLAN_OPTIONS = ("within", "target", "share", "budget", "seeds", "loop", "data_stays", "max_memory")
+"""Options of a plan that trains pilots."""
 
 
 @dataclass(frozen=True)
@@ -61,56 +64,61 @@ class MakePlan(OutputOptions):
     share: float | None = None
     """Length of a pilot over that of the training; 0.25 when not given."""
     budget: float | None = None
-    """Steps of all pilots over those of the training, after which no other recipe is tried; 1 when not given."""
-    seeds: tuple[int, ...] = (0,)
-    """Seeds of the pilots."""
-    loop: Literal["train", "attach", "ddp_hook"] = "train"
-    """Loop that is to train: farflung train, or your own with farflung.attach or farflung.ddp_hook."""
+    """Minutes of this machine's processor for the plan, which no pilot is begun to exceed. When not given, pilots have
+    as many steps as the training, for each seed."""
+    seeds: tuple[int, ...] | None = None
+    """Seeds of the pilots; 0 when not given."""
+    loop: Literal["train", "attach", "ddp_hook"] | None = None
+    """Loop that is to train: farflung train, or your own with farflung.attach or farflung.ddp_hook; train when not
+    given."""
+    data_stays: Annotated[bool | None, tyro.conf.FlagCreatePairsOff] = None
+    """Leave out recipes that need samples of other replicas."""
+    max_memory: float | None = None
+    """GiB of each replica, without buffers of messages; recipes that need more are left out."""
     out: Path | None = None
     """Folder of the plan; a new one under runs/ when not given."""
 
     def run(self) -> int:
         from farflung.planning import plan, plan_script
 
-        refused = [
-            name for name in ("within", "target", "workload", "out") if getattr(self, name) is not None
-        ]
-        if self.script and refused:
-            raise ConfigError(f"--{refused[0]}: a script is only timed: leave that out")
         out = self.out or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}"
-        names = {*SimulatedConfig.list_settings(), "recipes", "target", "share", "budget", "seeds", "loop"}
-        options = {**collect_options(self, names), "within": _parse_score(self.within)}
+        options = collect_options(self, {*SimulatedConfig.list_settings(), *PLAN_OPTIONS, "recipes"})
+        if self.script and (
+            refused := [name for name in (*PLAN_OPTIONS, "workload", "out") if getattr(self, name)]
+        ):
+            raise ConfigError(f"--{refused[0].replace('_', '-')}: a script is only timed: leave that out")
+        if self.within is not None:
+            options["within"] = _parse_score(self.within)
         with Bar("planning", quiet=self.quiet or self.json) as bar:
+            parts = count()
 
-            def show_part(name: str) -> None:
+            def show_part(name: str, num_left: int) -> None:
                 bar.detail = name
-                bar.advance(bar.num_done + 1)
+                bar.advance(next(parts))
+                bar.total = bar.num_done + num_left
                 bar.print_line(name)
 
             if self.script:
-                names &= {*SimulatedConfig.list_settings(), "recipes"}
-                result = plan_script(
-                    self.script, self.networks, on_part=show_part, **collect_options(self, names)
-                )
+                result = plan_script(self.script, self.networks, on_part=show_part, **options)
             else:
-                workload = options.pop("workload", None)
-                result = plan(workload, self.networks, out=out, on_part=show_part, **options)
+                result = plan(
+                    options.pop("workload", None), self.networks, out=out, on_part=show_part, **options
+                )
         if self.json:
             print(json.dumps({**result.to_json(), "folder": None if self.script else str(out)}))
             return 0
         console = create_stdout_console()
         console.print(result.build_table())
-        for line in filter(None, (result.command, result.attach_line)):
+        command = f"{result.command} --plan {out / 'plan.json'}" if result.command else ""
+        for line in filter(None, (command, result.attach_line)):
             console.print(Text(line), soft_wrap=True)
         if not self.script:
             print_files(plan=out / "plan.json")
         return 0
 
 
-def _parse_score(text: str | None) -> float | None:
+def _parse_score(text: str) -> float:
     """Parses a score, or points of accuracy if it ends in %."""
-    if text is None:
-        return None
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?(%?)", text)
     if match is None:
         raise ConfigError(f"--within {text}: write it as 1% or 0.05")

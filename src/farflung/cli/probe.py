@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +19,10 @@ from farflung.errors import ConfigError
 from farflung.files import write_text
 from farflung.network import format_profile
 from farflung.types import Communicator, Payload
-from farflung.wall import LaunchEnv, WallRuntime
-from farflung.wall.measuring import NetworkMeasurement, probe_network
+from farflung.wall import LaunchEnv
+from farflung.wall.measuring import NetworkMeasurement, connect_ranks, probe_network
 
 __all__ = ["Probe"]
-
-CONNECT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -69,28 +67,13 @@ class Probe:
 
     def _measure(self, env: LaunchEnv) -> tuple[NetworkMeasurement | None, list[str]]:
         """Returns the measurement, on rank 0, and the names of all machines."""
-        store = env.connect_store(CONNECT_TIMEOUT_S)
-        endpoint = build_endpoint(self)
-        runtime = WallRuntime(
-            env.rank,
-            env.size,
-            store,
-            meeting="probe",
-            endpoint=replace(endpoint.resolve_interface(env.find_address)),
-            deadline_s=self.deadline,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
-        )
-        try:
+        with connect_ranks(env, "probe", endpoint=build_endpoint(self), deadline_s=self.deadline) as runtime:
             if env.rank == 0:
                 create_stderr_console().print(
                     f"measures the links between {env.size} processes", soft_wrap=True
                 )
             measurement = runtime.drive(probe_network(runtime))
             names = runtime.launch(_gather_names(runtime.comm)).wait()
-        except BaseException as error:
-            runtime.close(error)
-            raise
-        runtime.close()
         return measurement, names
 
     def _report(self, measurement: NetworkMeasurement, names: list[str]) -> None:

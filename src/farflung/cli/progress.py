@@ -205,7 +205,7 @@ class Progress(Bar):
             for word in ("lost", "joined")
             if (ranks := values[word])
         ]
-        self._report_event(event, f"{' and '.join(changed)}; {len(members)} go on as view {event['view']}")
+        self._report_event(event, f"{' and '.join(changed)}; {len(members)} continue as view {event['view']}")
         self._replicas = {*members}
 
     def _update_from_followed_rank(self, event: Event) -> None:
@@ -231,6 +231,8 @@ class Progress(Bar):
         elif kind == "checkpoint":
             self._time_s = read_number(event, "t")
             self._report_event(event, f"checkpoint {event['path']}")
+        elif kind == "plan":
+            self._report_event(event, str(event["text"]), force=True)
         elif kind == "end":
             self.finish("stopped" if event.get("stopped") else "done")
 
@@ -245,7 +247,7 @@ class Progress(Bar):
         if seconds > 0:
             self._rate = f"{(self._recent[-1][0] - self._recent[0][0]) / seconds:,.0f} samples/s"
 
-    def _report_event(self, event: Event, text: str) -> None:
+    def _report_event(self, event: Event, text: str, *, force: bool = False) -> None:
         """Prints a line for an event, once even if the event is repeated at the end of a run."""
         key = (str(event["event"]), int(read_number(event, "step")))
         if key not in self._reported:
@@ -253,7 +255,7 @@ class Progress(Bar):
             elapsed = (
                 f"{format_clock(self._time_s - self._begin_s)}{' simulated' if self._is_simulated else ''}"
             )
-            self.print_line(f"step {key[1]:,} of {self.total:,.0f}, {elapsed}: {text}")
+            self.print_line(f"step {key[1]:,} of {self.total:,.0f}, {elapsed}: {text}", force=force)
 
     @override
     def list_figures(self) -> Iterable[str]:

@@ -9,14 +9,15 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import tyro
 from typing_extensions import override
 
 from farflung.cli.output import create_stdout_console, print_files
 from farflung.errors import ConfigError, DataError, FarflungError
-from farflung.files import wrap_read_errors, write_text
-from farflung.report import ReportedRun, build_report_data, render_report_page, shorten_names
+from farflung.files import parse_json, read_text, wrap_read_errors, write_text
+from farflung.report import ReportedRun, build_plan_data, build_report_data, render_report_page, shorten_names
 from farflung.runs import RunFolder
 from farflung.runs.stopping import handle_stop_signals
 from farflung.types import Json
@@ -32,7 +33,7 @@ class Report:
     """
 
     run_folders: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs of farflung train or farflung simulate; several are compared."""
+    """Folders of runs of farflung train or farflung simulate, of which several are compared; or that of a plan."""
     out: Path | None = None
     """HTML file; by default report.html, in the run's folder if only one is given."""
 
@@ -78,6 +79,10 @@ def load_report_data(folders: Sequence[Path], *, is_live: bool = False) -> dict[
     Raises:
       BadInput: A folder has no run, or a damaged one.
     """
+    if len(folders) == 1 and (plan_path := folders[0] / "plan.json").exists():
+        with wrap_read_errors(plan_path, "not a plan of farflung plan", DataError):
+            plan: Any = parse_json(read_text(plan_path))
+            return build_plan_data(plan)
     runs = []
     stored = [RunFolder(path) for path in folders]
     settings = [files.load_config() for files in stored]
@@ -118,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         status, kind, text = HTTPStatus.OK, "text/html", ""
         if self.headers.get("Host") not in (address, f"localhost:{self.server.server_port}"):
             # Otherwise the browser would admit a site whose name resolves to this machine.
-            status, text = HTTPStatus.MISDIRECTED_REQUEST, f"farflung watch answers at {address} alone"
+            status, text = HTTPStatus.MISDIRECTED_REQUEST, f"farflung watch answers only at {address}"
         elif self.path not in ("/", "/data.json"):
             status, text = HTTPStatus.NOT_FOUND, "not there"
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
@@ -46,6 +47,9 @@ class Train(RunCommand):
         {"network", "connections", "device", "faults", "count_evaluation"}
     )
 
+    plan: Path | None = None
+    """File plan.json of farflung plan: compare times of steps and loss with it every 50 steps, and say when the run
+    leaves the plan's interval."""
     network: str | None = None
     """Not here: use farflung simulate (modelled links) or farflung lab (real ones)."""
 
@@ -78,7 +82,7 @@ class Train(RunCommand):
                 env,
                 endpoint=build_endpoint(self),
                 deadline_s=float(str(settings.get("deadline", 60.0))),
-                on_part=bar.print_line,
+                on_part=lambda name, _: bar.print_line(name),
             )
             bar.print_line(f"trains with {recipe}", force=True)
         return recipe
@@ -88,10 +92,14 @@ class Train(RunCommand):
         from farflung.runs import begin_training
         from farflung.wall import LaunchEnv
 
-        env = LaunchEnv.read()
+        env, wrap = LaunchEnv.read(), None
+        if self.plan is not None:
+            from farflung.planning import PlanWatch
+
+            wrap = PlanWatch(self.plan, run.config, run.files.path).wrap
         with begin_training(run) as begin:
             if env is None or env.rank == 0:
-                result = self.execute(run, begin)
+                result = self.execute(run, begin if wrap is None else lambda sink: begin(wrap(sink)))
             else:
                 result = begin(partial(announce_rank, env, quiet=bool(self.quiet or self.json)))
         return 130 if result.summary.get("interrupted") else 0

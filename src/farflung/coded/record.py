@@ -128,7 +128,7 @@ class Folder(RunFiles):
             if stored.get(setting) != settings[setting]:
                 raise ConfigError(
                     f"{self.path} holds another run: its {setting} is {stored.get(setting)}, not {settings[setting]}: "
-                    "choose another --folder, or go on with its settings"
+                    "choose another --folder, or continue with its settings"
                 )
         if self.summary_path.exists() and self.load_summary().get("converged"):
             raise ConfigError(

@@ -15,6 +15,8 @@ __all__ = ["METADATA_NBYTES", "choose_collective", "predict_cost_s", "resolve_co
 
 METADATA_NBYTES = 48
 """Bytes of a gradient's metadata: its weight, and reports of the replica."""
+MIN_DIRECT_NBYTES = 1_000_000
+"""Bytes from which half as many copies and additions are worth more than a message less."""
 
 
 def predict_cost_s(
@@ -65,8 +67,10 @@ def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -
     """Resolves ``auto``: the fastest collective for one tensor among those that add in rank order.
 
     Parameters therefore never depend on the choice. ``all_gather`` is considered only if it sends little
-    more than ``direct``: each rank adds the whole tensors of all ranks, which the model does not charge. Without a
-    profile the result is :func:`farflung.comm.collectives.choose_default_collective`.
+    more than ``direct``: each rank adds the whole tensors of all ranks, which the model does not charge. So between
+    two replicas, where both send equally many bytes, ``direct`` is preferred from :data:`MIN_DIRECT_NBYTES` on if the
+    network has no delay. Without a profile the result is
+    :func:`farflung.comm.collectives.choose_default_collective`.
 
     Args:
       nbytes: Bytes of the tensor.
@@ -86,6 +90,9 @@ def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -
         and collective.cost_s is not None
         and name not in (default, "all_gather")
     ]
+    candidates.insert(
+        candidates.index("direct") + 1 if size == 2 and nbytes >= MIN_DIRECT_NBYTES else 0, default
+    )
     return choose_collective(
-        profile.with_nodes(size), nbytes, candidates=[default, *candidates], metadata_nbytes=METADATA_NBYTES
+        profile.with_nodes(size), nbytes, candidates=candidates, metadata_nbytes=METADATA_NBYTES
     )

@@ -8,14 +8,13 @@ import socket
 import ssl
 import struct
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING
 
-from farflung.comm.framing import LOCAL_PIECE_NBYTES
+from farflung.comm.framing import LOCAL_PIECE_NBYTES, TLS_RECORD_NBYTES
 from farflung.comm.loop import EventLoop
 from farflung.comm.pieces import PieceSizer
 from farflung.comm.records import Chunk, Receiver, Sender
@@ -89,10 +88,10 @@ class Connection:
         """Peer at the other end, from :meth:`promote` on."""
         self.receiver: Receiver | None = None
         self.pieces = PieceSizer(sock)
-        self.last_read_s = time.monotonic()
-        """Time of the last bytes received, in seconds."""
         self.read_nbytes = 0
-        """Bytes received so far."""
+        """Bytes read so far."""
+        self._has_more = False
+        """True if the last read has left bytes in the kernel, presumably."""
         self._loop, self._handshaker, self._tls_context = loop, handshaker, tls_context
         self._fd = sock.fileno()
         self._expected_nbytes, self._introduction = 0, b""
@@ -227,6 +226,7 @@ class Connection:
         if chunk is not None:
             Sender.mark_sent(chunk)
         if self.remote is not None and self.state is not ConnectionState.CLOSED:
+            self.pieces.expect_urgent(self.remote.sender.expects_urgent)
             self._chunk = self.remote.sender.take_chunk(
                 self.pieces.nbytes, is_first_connection=self.index == 0
             )
@@ -269,8 +269,9 @@ class Connection:
 
     def read_available(self) -> bool:
         """Reads and handles available bytes, up to a piece; returns True if there may be more."""
+        may_have_more = False
         try:
-            return self.state is not ConnectionState.CLOSED and self._read()
+            may_have_more = self.state is not ConnectionState.CLOSED and self._read()
         except _WOULD_BLOCK:
             pass
         except (OSError, ValueError) as error:  # an SSLError is an OSError
@@ -279,7 +280,19 @@ class Connection:
                 self.remote.handle_malformed(nbytes, error)
             else:
                 self.end(error)
-        return False
+        if self.state is ConnectionState.AUTHENTICATED and self.receiver is not None:
+            self._await_rest(self.receiver.missing_nbytes)
+        return may_have_more
+
+    def _await_rest(self, piece_nbytes: int) -> None:
+        """Has the kernel wait for the rest of the piece or TLS record under way, all of which the peer has handed over.
+
+        Args:
+          piece_nbytes: Bytes of the piece that have not been read.
+        """
+        if self.tls is not None and self.tls.missing_nbytes:
+            piece_nbytes = self.tls.missing_nbytes + max(0, piece_nbytes - TLS_RECORD_NBYTES)
+        self.pieces.await_nbytes(piece_nbytes)
 
     def _read(self) -> bool:
         """Reads as :meth:`read_available` does; returns False if the connection is closed or paused."""
@@ -309,7 +322,7 @@ class Connection:
                     self._parse_bytes(nbytes)
             if not nbytes:
                 self.end(None)
-            elif self.tls is None and nbytes < _MANY_NBYTES:
+            elif not self._has_more and not (self.tls is not None and self.tls.has_pending):
                 return True
             remaining_nbytes -= nbytes
         if self.tls is not None and self.tls.has_pending:
@@ -320,7 +333,7 @@ class Connection:
         """Reads available bytes into a buffer; returns their number, 0 if the other end has closed the connection."""
         nbytes = self.sock.recv_into(buffer)
         self.read_nbytes += nbytes
-        self.last_read_s = time.monotonic()
+        self._has_more = nbytes >= _MANY_NBYTES
         return nbytes
 
     def _read_tls(self, buffer: memoryview) -> int:

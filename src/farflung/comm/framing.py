@@ -21,16 +21,27 @@ TLS_RECORD_NBYTES = 1 << 14
 TLS_OVERHEAD_NBYTES = 22
 """Header, type and tag of a TLS 1.3 record of at most :data:`TLS_RECORD_NBYTES` (RFC 8446 Sec. 5.2)."""
 PIECE_S, MIN_PIECE_NBYTES, MAX_PIECE_NBYTES = 0.01, 1 << 14, 1 << 18
-"""Seconds in which a link carries a piece, and bounds of the piece, off loopback."""
+"""Seconds in which a link carries a piece that urgent messages wait for, and bounds of it, off loopback."""
+BULK_PIECE_S, BULK_PIECE_NBYTES = 0.2, 1 << 16
+"""Seconds and bytes up to which a piece may be larger while no urgent message is expected."""
+URGENT_NBYTES = 1 << 22
+"""Bytes to a peer, after a message has overtaken another, for which more urgent messages are expected."""
 LOCAL_PIECE_NBYTES, ENCRYPTED_PIECE_NBYTES = 1 << 21, 1 << 18
 """Piece within a machine, plain and encrypted."""
 
 N = TypeVar("N", int, npt.NDArray[np.int64])
 
 
-def compute_piece_nbytes(rate_bps: float) -> int:
-    """Computes the bytes of a piece on a link of this rate, which may be infinite."""
-    return int(min(max(rate_bps / 8 * PIECE_S, MIN_PIECE_NBYTES), MAX_PIECE_NBYTES))
+def compute_piece_nbytes(rate_bps: float, *, expects_urgent: bool = False) -> int:
+    """Computes the bytes of a piece on a link.
+
+    Args:
+      rate_bps: Rate of the link, which may be infinite.
+      expects_urgent: True if urgent messages are expected, see :data:`URGENT_NBYTES`.
+    """
+    nbytes = min(max(rate_bps / 8 * PIECE_S, MIN_PIECE_NBYTES), MAX_PIECE_NBYTES)
+    bulk_nbytes = 0 if expects_urgent else min(rate_bps / 8 * BULK_PIECE_S, BULK_PIECE_NBYTES)
+    return int(max(nbytes, bulk_nbytes))
 
 
 def compute_wire_nbytes(nbytes: N, piece_nbytes: N, *, is_encrypted: bool) -> N:

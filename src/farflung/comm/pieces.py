@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import sys
@@ -23,6 +24,8 @@ _TCP_INFO_NBYTES = 168
 """Size of the kernel's ``struct tcp_info`` up to the delivery rate."""
 _ADAPT_INTERVAL_S = 0.05
 """Interval at which a busy connection adapts its piece size to its rate, in seconds."""
+_MAX_AWAITED_NBYTES = 1 << 16
+"""Most bytes that the kernel waits for before it reports them."""
 
 
 class TcpInfo(NamedTuple):
@@ -33,18 +36,22 @@ class TcpInfo(NamedTuple):
       loss: Share of segments that were retransmitted.
       control: Name of the congestion control.
       rate_bps: Latest delivery rate.
+      idle_s: Seconds since data has arrived.
+      received_nbytes: Bytes that have arrived, read or not.
     """
 
     round_trip_s: float
     loss: float
     control: str
     rate_bps: float
+    idle_s: float = math.inf
+    received_nbytes: int = 0
 
 
 class PieceSizer:
-    """Size of a connection's pieces: what it sends in :data:`farflung.comm.framing.PIECE_S`, off loopback.
+    """Size of a connection's pieces by its rate, see :func:`farflung.comm.framing.compute_piece_nbytes`.
 
-    The kernel accepts no more unsent bytes than that, so an urgent message waits for at most one piece.
+    The kernel accepts no more unsent bytes than one piece, so an urgent message waits for hardly more.
 
     Args:
       sock: Socket of the connection.
@@ -58,8 +65,11 @@ class PieceSizer:
         """True off loopback."""
         self.busy_s, self.busy_nbytes = 0.0, 0
         """Seconds in which there was more to send than the kernel took, and bytes sent in that time."""
+        self._rate_bps, self._expects_urgent = 0.0, False
         self._measured_s, self._measured_nbytes = 0.0, 0
         """Begin of the present measurement, and bytes sent since."""
+        self._awaits_bytes, self._awaited_nbytes = False, 1
+        """True if the kernel may wait for bytes, since it reports when the last came; and how many it waits for."""
 
     def start(self, *, is_encrypted: bool) -> None:
         """Sets the first size, once the connection is authenticated."""
@@ -67,8 +77,16 @@ class PieceSizer:
             self.is_adaptive = self._sock.getpeername()[0] != self._sock.getsockname()[0]
         if self.is_adaptive:
             self._set_nbytes(self.nbytes)
+            self._awaits_bytes = self.read_tcp_info() is not None
         else:
             self.nbytes = ENCRYPTED_PIECE_NBYTES if is_encrypted else LOCAL_PIECE_NBYTES
+
+    def await_nbytes(self, nbytes: int) -> None:
+        """Has the kernel report bytes once ``nbytes`` of them have arrived, or the connection has ended."""
+        nbytes = min(max(nbytes, 1), _MAX_AWAITED_NBYTES)
+        if self._awaits_bytes and nbytes != self._awaited_nbytes:
+            self._awaited_nbytes = nbytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def begin_busy(self) -> None:
         """Begins to measure the rate, since the kernel accepts no more bytes."""
@@ -91,9 +109,16 @@ class PieceSizer:
         self._measured_s, self._measured_nbytes = time_s, 0
         return True
 
+    def expect_urgent(self, expects_urgent: bool) -> None:
+        """Adapts the size to whether urgent messages are expected, off loopback."""
+        if self.is_adaptive and expects_urgent != self._expects_urgent:
+            self._expects_urgent = expects_urgent
+            self._adapt(self._rate_bps)
+
     def _adapt(self, rate_bps: float) -> None:
         """Adapts the size to a rate if it differs by 20 %."""
-        nbytes = compute_piece_nbytes(rate_bps)
+        self._rate_bps = rate_bps
+        nbytes = compute_piece_nbytes(rate_bps, expects_urgent=self._expects_urgent)
         if not 0.8 < nbytes / self.nbytes < 1.25:
             self._set_nbytes(nbytes)
 
@@ -110,9 +135,15 @@ class PieceSizer:
         control = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         if len(info) < _TCP_INFO_NBYTES:
             return None
-        (round_trip_us,), (retransmitted,), (segments,) = (
-            struct.unpack_from("I", info, at) for at in (68, 100, 156)
+        (idle_ms,), (round_trip_us,), (retransmitted,), (segments,) = (
+            struct.unpack_from("I", info, at) for at in (52, 68, 100, 156)
         )
-        (nbytes_per_s,) = struct.unpack_from("Q", info, 160)
-        name = control.rstrip(b"\0").decode()
-        return TcpInfo(round_trip_us / 1e6, retransmitted / max(1, segments), name, 8.0 * nbytes_per_s)
+        (received_nbytes,), (nbytes_per_s,) = (struct.unpack_from("Q", info, at) for at in (128, 160))
+        return TcpInfo(
+            round_trip_us / 1e6,
+            retransmitted / max(1, segments),
+            control.rstrip(b"\0").decode(),
+            8.0 * nbytes_per_s,
+            idle_ms / 1e3,
+            received_nbytes,
+        )

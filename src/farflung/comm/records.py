@@ -16,7 +16,12 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from farflung.comm.framing import LOCAL_PIECE_NBYTES, PIECE_HEADER_NBYTES, RECORD_HEADER_NBYTES
+from farflung.comm.framing import (
+    LOCAL_PIECE_NBYTES,
+    PIECE_HEADER_NBYTES,
+    RECORD_HEADER_NBYTES,
+    URGENT_NBYTES,
+)
 from farflung.comm.wire import Frame, Head, Message, WireError, read_head
 from farflung.tasks import Pending, create_completed
 
@@ -129,6 +134,8 @@ class Sender:
         """Records that are taken first."""
         self.dequeued_nbytes = 0
         """Bytes of large tensors that connections have taken so far."""
+        self._urgent_until_nbytes = 0
+        """Value of :attr:`dequeued_nbytes` up to which urgent messages are expected."""
 
     @property
     def queued_nbytes(self) -> int:
@@ -138,6 +145,11 @@ class Sender:
     def has_data(self, *, is_first_connection: bool) -> bool:
         """Returns True if there are bytes for the first connection, or for another one."""
         return bool(self._partial or (is_first_connection and (self._waiting or self._records)))
+
+    @property
+    def expects_urgent(self) -> bool:
+        """True if a message has overtaken another recently, so that others may be about to."""
+        return self.dequeued_nbytes < self._urgent_until_nbytes
 
     def put(self, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
         """Queues a message behind all of its priority.
@@ -172,6 +184,8 @@ class Sender:
             small, self._records = list(self._records), []
         while True:
             if is_first_connection and self._should_start_waiting():
+                if self._partial:
+                    self._urgent_until_nbytes = self.dequeued_nbytes + URGENT_NBYTES
                 priority, order, message = heapq.heappop(self._waiting)
                 head = message.frames[0]
                 small += (_RECORD.pack(len(head), RecordKind.HEAD), head)
@@ -377,6 +391,11 @@ class Receiver:
         """True if the next record is a piece of a message whose head has not arrived over the first connection."""
         self.record_nbytes = 0
         """Size of the record read last, for errors."""
+
+    @property
+    def missing_nbytes(self) -> int:
+        """Bytes of the piece under way that have not arrived; 0 between two pieces."""
+        return 0 if self._target is None else len(self._target)
 
     def get_buffer(self) -> memoryview:
         """Returns the memory for the next bytes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -85,12 +84,13 @@ class Remote:
 
     def get_traffic(self) -> ConnectionTraffic:
         """Returns the traffic of its connections so far."""
-        time_s, connections = time.monotonic(), self.connections.values()
-        return ConnectionTraffic(
-            sum(connection.read_nbytes for connection in connections),
-            self.recv_buffers.received_nbytes + self.sender.dequeued_nbytes,
-            min((time_s - connection.last_read_s for connection in connections), default=math.inf),
-        )
+        received_nbytes, idle_s = 0, math.inf
+        for connection in self.connections.values():
+            info = connection.pieces.read_tcp_info()
+            received_nbytes += connection.read_nbytes if info is None else info.received_nbytes
+            idle_s = idle_s if info is None else min(idle_s, info.idle_s)
+        bulk_nbytes = self.recv_buffers.received_nbytes + self.sender.dequeued_nbytes
+        return ConnectionTraffic(received_nbytes, bulk_nbytes, idle_s)
 
     def add_connection(self, connection: Connection) -> None:
         """Adds an authenticated connection."""

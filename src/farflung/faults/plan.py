@@ -267,10 +267,10 @@ class FaultPlan:
         """
         for fault in self.faults:
             if fault.kind not in supported_kinds:
-                raise Unsupported(f"{fault}: {world} carries {', '.join(sorted(supported_kinds))} alone")
+                raise Unsupported(f"{fault}: {world} supports only {', '.join(sorted(supported_kinds))}")
             for rank in (fault.rank, fault.peer, *fault.group):
                 if rank is not None and rank >= size:
-                    raise ConfigError(f"{fault}: there are ranks 0 to {size - 1} alone")
+                    raise ConfigError(f"{fault}: there are only ranks 0 to {size - 1}")
 
     @property
     def joining_ranks(self) -> frozenset[int]:

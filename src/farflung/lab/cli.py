@@ -149,10 +149,7 @@ class RunInLab:
             raise LabError(reason)
         with Lab(find_network(self.network), self.nodes, congestion_control=self.congestion_control) as lab:
             measured = lab.measure()
-        print_table(
-            ["from", "to", "ms", "of the profile", "Mbit/s", "of the profile", "lost", "of the profile", ""],
-            (_build_cells(pair) for pair in measured),
-        )
+        print_links(measured)
         return 0 if all(pair.is_accurate for pair in measured) else 1
 
     def _print_note(self, text: str) -> None:
@@ -168,18 +165,25 @@ def _check_command(command: Sequence[str]) -> Sequence[str]:
     return command
 
 
-def _build_cells(pair: PairMeasurement) -> list[str]:
-    return [
-        str(pair.src),
-        str(pair.dst),
-        f"{1e3 * pair.latency_s:.3f}",
-        f"{1e3 * pair.expected_latency_s:.3f}",
-        f"{pair.bandwidth_bps / 1e6:.2f}",
-        f"{pair.expected_bandwidth_bps / 1e6:.2f}",
-        f"{100 * pair.loss:.2f} %",
-        f"{100 * pair.expected_loss:.2f} %",
-        "" if pair.is_accurate else "off",
-    ]
+def print_links(measured: Sequence[PairMeasurement]) -> None:
+    """Prints what was measured of each pair of nodes, beside the figures of the profile."""
+    print_table(
+        ["from", "to", "ms", "of the profile", "Mbit/s", "of the profile", "lost", "of the profile", ""],
+        [
+            [
+                str(pair.src),
+                str(pair.dst),
+                f"{1e3 * pair.latency_s:.3f}",
+                f"{1e3 * pair.expected_latency_s:.3f}",
+                f"{pair.bandwidth_bps / 1e6:.2f}",
+                f"{pair.expected_bandwidth_bps / 1e6:.2f}",
+                f"{100 * pair.loss:.2f} %",
+                f"{100 * pair.expected_loss:.2f} %",
+                "" if pair.is_accurate else "off",
+            ]
+            for pair in measured
+        ],
+    )
 
 
 @contextmanager

@@ -126,7 +126,7 @@ class LivenessMonitor:
         }
         idle_s = min(waits_s, self._compute_idle_s(late_names or {*names, self._member.name}))
         if not reasons and late_names and idle_s >= MAX_IDLE_DEADLINES * self._patience_s:
-            reason = f"it answers, but has not come to that exchange, nor made progress for {idle_s:.2f} s"
+            reason = f"it answers, but has neither reached that exchange nor made progress for {idle_s:.2f} s"
             reasons = dict.fromkeys(late_names, reason)
         elif not late_names and idle_s >= _STUCK_FACTOR * self._patience_s:
             self._agreement.stop(

@@ -30,14 +30,15 @@ __all__ = [
 Cost: TypeAlias = "Callable[[NetworkProfile, int, int], float]"
 """Seconds, from a profile with its number of nodes, the bytes of the tensor and those of the metadata."""
 
-PIECE_NBYTES = 1 << 20
-"""Approximate size of the pieces of a message, so that a rank can process one piece before the last has arrived."""
+MIN_PIECE_NBYTES, MAX_PIECE_NBYTES = 500_000, 1 << 24
+"""Size from which pieces are two, so that a link does not rest between the halves of an all-reduce; and from which they
+are more, since each takes memory at its receivers."""
 MAX_PIECES = 8
 
 
 def count_pieces(nbytes: int) -> int:
-    """Counts the pieces into which collectives cut ``nbytes``."""
-    return min(MAX_PIECES, max(1, nbytes // PIECE_NBYTES))
+    """Counts the pieces into which collectives cut ``nbytes``; each is a message, which takes processor time."""
+    return min(MAX_PIECES, max(1, min(2, nbytes // MIN_PIECE_NBYTES), nbytes // MAX_PIECE_NBYTES))
 
 
 def predict_ring_s(profile: NetworkProfile, nbytes: int, metadata_nbytes: int) -> float:

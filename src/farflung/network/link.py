@@ -79,7 +79,7 @@ class BandwidthTrace:
         if time_s >= self.end_s:
             if self.after == "error":
                 raise ConfigError(
-                    f"{self.name}: ends at {self.end_s:g} s and the run goes on: make it longer, or say "
+                    f"{self.name}: ends at {self.end_s:g} s and the run continues: make it longer, or say "
                     'after = "repeat" or after = "hold"'
                 )
             if self.after == "hold":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from farflung.calibration import calibrate
@@ -12,16 +12,15 @@ from farflung.decisions import decide_by_rank_0
 from farflung.devices import find_device
 from farflung.errors import ConfigError
 from farflung.network import NetworkProfile
-from farflung.planning.planner import plan
+from farflung.planning.planner import OnPart, ignore_part, plan
 from farflung.runs import SimulatedConfig
-from farflung.wall import LaunchEnv, WallRuntime
-from farflung.wall.measuring import probe_network
+from farflung.wall import LaunchEnv
+from farflung.wall.measuring import connect_ranks, probe_network
 
 __all__ = ["AUTO_RECIPE", "choose_recipe"]
 
 AUTO_RECIPE = "auto"
 """Name in place of a recipe, for the one that a plan chooses."""
-CONNECT_TIMEOUT_S = 60.0
 ROUNDS = 10
 """Steps by which rank 0 measures its speed for the plan, which takes all ranks for equal."""
 
@@ -32,7 +31,7 @@ def choose_recipe(
     *,
     endpoint: Endpoint = Endpoint(),
     deadline_s: float = 60.0,
-    on_part: Callable[[str], None] = lambda name: None,
+    on_part: OnPart = ignore_part,
 ) -> str:
     """Returns the recipe that a plan chooses for the network between the ranks; equal on all of them.
 
@@ -43,7 +42,7 @@ def choose_recipe(
       env: Rank and size of this process under a launcher; ``None`` if this machine starts the replicas.
       endpoint: Settings of this process's connections.
       deadline_s: Seconds of silence after which another rank is lost.
-      on_part: Callback that gets the name of the next part of the plan.
+      on_part: Callback, as in :func:`farflung.plan`.
 
     Raises:
       BadInput: The settings are invalid, or nothing can be planned.
@@ -55,41 +54,27 @@ def choose_recipe(
         )
     if env is None or env.size == 1:
         return _plan_recipe(settings, "loopback", int(str(settings.get("workers", 2))), on_part)
-    runtime = WallRuntime(
-        env.rank,
-        env.size,
-        env.connect_store(CONNECT_TIMEOUT_S),
-        meeting="plan",
-        endpoint=endpoint.resolve_interface(env.find_address),
-        deadline_s=deadline_s,
-        connect_timeout_s=CONNECT_TIMEOUT_S,
-    )
-    try:
+    with connect_ranks(env, "plan", endpoint=endpoint, deadline_s=deadline_s) as runtime:
         measurement = runtime.drive(probe_network(runtime))
         text = ""
         if measurement is not None:
             names = [f"rank {rank}" for rank in range(env.size)]
             text = _plan_recipe(settings, measurement.build_profile("probed", names), env.size, on_part)
         coroutine = decide_by_rank_0(runtime.comm, runtime.decisions, AUTO_RECIPE, 0, lambda: text)
-        decision = runtime.launch(coroutine).wait()
-    except BaseException as error:
-        runtime.close(error)
-        raise
-    runtime.close()
-    return str(decision.value)
+        return str(runtime.launch(coroutine).wait().value)
 
 
 def _plan_recipe(
     settings: Mapping[str, object],
     network: str | NetworkProfile,
     workers: int,
-    on_part: Callable[[str], None],
+    on_part: OnPart,
 ) -> str:
     """Plans on a device as fast as this process, and returns the chosen recipe."""
     names = {"workload", "data", "partition", *list_settings(Training)}
     chosen = {name: value for name, value in settings.items() if name in names}
     config = SimulatedConfig.resolve({**chosen, "workers": workers})
-    on_part("measuring this machine")
+    on_part("measuring this machine", 0)
     device = replace(
         calibrate(config.task, config.training, rounds=ROUNDS).device,
         coding=find_device("cpu-core", forward_flops=1.0).coding,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean, pstdev
 from typing import Any, cast
 
 import torch
@@ -10,13 +14,13 @@ from torch import Tensor
 
 from farflung.data import Subset
 from farflung.errors import Unsupported
-from farflung.planning.choice import Pilot
+from farflung.planning.choice import NUM_TENTHS, Pilot
 from farflung.planning.timing import scale_recipe
 from farflung.runs import PreparedRun, RunFolder, SimulatedConfig, simulate_prepared
 from farflung.runs.folder import TempFolder
 from farflung.runs.simulation import limit_to_one_thread
 from farflung.seeding import RandomState, create_generator, derive_seed
-from farflung.telemetry import read_number
+from farflung.telemetry import Event, read_number
 from farflung.types import Dataset, Json, Workload
 
 __all__ = ["train_pilot"]
@@ -41,7 +45,7 @@ def train_pilot(config: SimulatedConfig, steps: int, seed: int) -> Pilot:
         scaled.training, seed=seed, evaluate_every=evaluate_every, checkpoint_every=0, on_nonfinite="skip"
     )
     task = cast(Workload, _SlicedWorkload(config.task))
-    folder = TempFolder()
+    folder, begin_s = TempFolder(), time.process_time()
     pilot = replace(scaled, training=training, task=task, network="loopback")
     run = simulate_prepared(PreparedRun(pilot, RunFolder(folder.path / "run")), should_checkpoint=False)
     curve = [
@@ -49,7 +53,18 @@ def train_pilot(config: SimulatedConfig, steps: int, seed: int) -> Pilot:
         for event in run.events[0]
         if event["event"] == "evaluation"
     ]
-    return Pilot(steps, curve, _score_samples(config.task, run.state_dict(), seed))
+    scores = _score_samples(config.task, run.state_dict(), seed)
+    return Pilot(steps, curve, scores, _bound_losses(run.events[0], steps), time.process_time() - begin_s)
+
+
+def _bound_losses(events: Sequence[Event], steps: int) -> list[float | None]:
+    """Returns the mean loss of each tenth of the steps and twice its standard deviation; ``None`` without losses."""
+    tenths: list[list[float]] = [[] for _ in range(NUM_TENTHS)]
+    for event in events:
+        loss = event.get("mean_loss") if event["event"] == "step" else None
+        if isinstance(loss, int | float) and math.isfinite(loss):
+            tenths[int(read_number(event, "step")) * NUM_TENTHS // steps].append(loss)
+    return [fmean(tenth) + 2 * pstdev(tenth) if tenth else None for tenth in tenths]
 
 
 class _SlicedWorkload:
@@ -71,7 +86,7 @@ def _select_ids(size: int, count: int) -> Tensor:
     return torch.arange(0, size, -(-size // count))
 
 
-def _score_samples(task: Workload, state: dict[str, Tensor], seed: int) -> Tensor:
+def _score_samples(task: Workload, state: dict[str, Tensor], seed: int) -> list[float]:
     """Returns the score of each test sample by a trained model."""
     model, (_, test) = task.build_model(create_generator(seed, "model")), task.load_datasets()
     model.load_state_dict(state)
@@ -86,7 +101,8 @@ def _score_samples(task: Workload, state: dict[str, Tensor], seed: int) -> Tenso
         )
     if scores.dim() > 1:
         raise Unsupported(f"{task.name}: its metric is no mean over samples, so pilots cannot be compared")
-    return scores.nan_to_num(nan=WORST_SCORE).clamp(min=WORST_SCORE)
+    finite = scores.nan_to_num(nan=WORST_SCORE).clamp(min=WORST_SCORE)
+    return [round(score, 6) for score in finite.tolist()]
 
 
 def _limit_score(score: Json) -> float:

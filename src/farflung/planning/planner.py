@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shlex
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from farflung.attach_checks import describe_attach_support
+from farflung.calibration import measure_step_nbytes
 from farflung.devices import DeviceProfile
-from farflung.errors import ConfigError, DataError, MissingExtra, Unsupported
-from farflung.files import JsonLinesFile, lock_folder, read_json_lines, write_json
+from farflung.errors import ConfigError, MissingExtra, Unsupported
+from farflung.files import RunFiles, lock_folder, wrap_write_errors, write_json
 from farflung.network import NetworkProfile
-from farflung.planning.choice import Outcome, Pilot, Search
+from farflung.planning.choice import RUNGS, Pilot, PlanRow, Search
 from farflung.planning.pilots import train_pilot
 from farflung.planning.script import record_script
 from farflung.planning.table import render_plan_table
@@ -31,54 +32,30 @@ from farflung.recipes.planned import CANDIDATES, REFERENCE
 from farflung.report import render_lines, render_text
 from farflung.runs import DEFAULT_DEVICE, DEFAULT_NETWORK, RunConfig, SimulatedConfig
 from farflung.runs.config import parse_variant
+from farflung.runs.folder import TempFolder
 from farflung.types import Json, Workload
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Plan", "PlanRow", "plan", "plan_script"]
+__all__ = ["Plan", "parse_components", "plan", "plan_script"]
 
-SHARE, BUDGET = 0.25, 1.0
-"""Default length of the main pilot, and of all pilots together, over that of the training."""
+Networks: TypeAlias = str | NetworkProfile | Sequence[str | NetworkProfile]
+OnPart: TypeAlias = Callable[[str, int], None]
+"""Callback that gets the name of the next part of a plan, and the largest number of parts that are left with it."""
+
+SHARE = 0.25
+"""Default length of the main pilot over that of the training."""
 RESOLUTION_FACTOR = 1.5
 """Default tolerance over the smallest one that the test set can tell, which is two standard errors."""
 SIMILAR = 1.1
 """Ratio of times up to which the simulator cannot say which recipe is faster."""
+GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRow:
-    """Figures of one recipe, on the network where it is slowest.
-
-    Args:
-      recipe: Recipe with its changes.
-      network: That network.
-      duration_s: Seconds of all steps; ``None`` if they were not timed.
-      step_s: Mean seconds of a step; ``None`` if it was not timed.
-      waiting: Share of a step that waits for exchanges.
-      status: ``reaches`` the target; ``misses`` it; ``slower`` than one that reaches it; or ``untried``.
-      reason: Reason of ``untried``.
-      gap: Score of its longest pilot below the reference's; ``None`` without a pilot.
-      noise: Twice the standard error of the gap.
-      low_s: Lower bound of the seconds to the target; ``None`` if only the upper one is known.
-      high_s: Upper bound; ``None`` unless it reaches the target.
-      sent_nbytes: Bytes that a replica sends up to the target.
-      uncharged: Methods whose coding takes no time, because the device has no rate for it.
-    """
-
-    recipe: str
-    network: str = ""
-    duration_s: float | None = None
-    step_s: float | None = None
-    waiting: float = 0.0
-    status: str = "untried"
-    reason: str = ""
-    gap: float | None = None
-    noise: float | None = None
-    low_s: float | None = None
-    high_s: float | None = None
-    sent_nbytes: float | None = None
-    uncharged: Sequence[str] = ()
+def ignore_part(name: str, num_left: int) -> None:
+    """Ignores the progress of a plan, as the default callback."""
+    del name, num_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +90,23 @@ class Plan:
         if self.choice is None:
             return ""
         options = {**self.settings, "recipe": self.choice.recipe, "steps": self.steps}
-        words = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in options.items()]
-        return " ".join(["farflung train", *words])
+        words = ["farflung train"]
+        for name, value in options.items():
+            words.append(
+                f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
+            )
+        return " ".join(words)
 
     @property
     def attach_line(self) -> str:
         """Line that trains with the chosen recipe in a loop of one's own; empty if there is none."""
         if self.choice is None:
             return ""
-        changes = parse_variant(self.choice.recipe)
-        components = {name: changes[name] for name in Recipe().settings if name in changes}
-        if _explain_refusal(parse_recipe(str(changes["recipe"])).with_components(**components), "attach"):
+        recipe, changes = parse_components(self.choice.recipe)
+        if _explain_refusal(recipe, "attach"):
             return ""
-        optimizer = changes.get("optimizer")
-        options = ", ".join(f"{name}={component}" for name, component in components.items())
-        note = f"  # with optimizer {optimizer}" if optimizer else ""
-        return f'farflung.attach(model, optimizer, "{changes["recipe"]}{f"({options})" if options else ""}"){note}'
+        note = f"  # with optimizer {changes['optimizer']}" if "optimizer" in changes else ""
+        return f'farflung.attach(model, optimizer, "{recipe.text}"){note}'
 
     @property
     def similar(self) -> list[PlanRow]:
@@ -146,6 +124,7 @@ class Plan:
             "tolerance": self.tolerance,
             "steps": self.steps,
             "pilots": self.pilots,
+            "settings": dict(self.settings),
             "rows": [{**asdict(row), "uncharged": [*row.uncharged]} for row in self.rows],
         }
 
@@ -163,18 +142,20 @@ class Plan:
 
 def plan(
     workload: str | Workload | Callable[..., Workload] | None = None,
-    networks: str | NetworkProfile | Sequence[str | NetworkProfile] = DEFAULT_NETWORK,
+    networks: Networks = DEFAULT_NETWORK,
     *,
     recipes: Sequence[str] | None = None,
     within: float | None = None,
     target: float | None = None,
     share: float = SHARE,
-    budget: float = BUDGET,
+    budget: float | None = None,
     seeds: Sequence[int] = (0,),
     loop: Literal["train", "attach", "ddp_hook"] = "train",
+    data_stays: bool = False,
+    max_memory: float | None = None,
     device: str | DeviceProfile = DEFAULT_DEVICE,
     out: Path | str | None = None,
-    on_part: Callable[[str], None] = lambda name: None,
+    on_part: OnPart = ignore_part,
     **settings: object,
 ) -> Plan:
     """Plans a training, as ``farflung plan`` does: the recipe that reaches a target first.
@@ -190,70 +171,67 @@ def plan(
         errors of a score on the test set.
       target: Score to reach instead, for which synchronous SGD with 16 bits is trained whole.
       share: Length of the main pilot over that of the training.
-      budget: Steps of all pilots over those of the training, after which no other recipe is tried; the whole training
-        for ``target`` is not counted.
+      budget: Processor minutes of timing and pilots, which no pilot is begun to exceed; by default pilots have as many
+        steps as the training for each seed, beyond the one for ``target``.
       seeds: Seeds of the pilots.
       loop: Loop that is to train: ``train`` for ``farflung train``, ``attach`` or ``ddp_hook``.
+      data_stays: True to leave out recipes that need samples of other replicas.
+      max_memory: GiB of each replica; recipes that need more are left out. Buffers of messages are not counted.
       device: Device of each replica: a name, a TOML file or a profile.
       out: Folder in which an interrupted plan continues.
-      on_part: Callback that gets the name of the next part.
+      on_part: Callback that gets the name of the next part, and how many are left at most.
       settings: Settings of :func:`farflung.simulate` for the training, such as ``steps``, ``workers`` and
         ``learning_rate``.
 
     Raises:
       BadInput: The input is invalid, the target cannot be reached, or the budget is too small.
     """
-    networks = [networks] if isinstance(networks, str | NetworkProfile) else [*networks]
-    if not 0 < share <= 1:
-        raise ConfigError(f"--share {share}: must be above 0 and at most 1")
+    networks = _list_networks(networks)
     configs = _resolve_candidates(recipes, networks, {"workload": workload, "device": device, **settings})
     _check_inputs(configs, networks, share, requested=recipes or ())
-    reference = configs[REFERENCE]
-    with ExitStack() as stack:
-        store = _Store(stack, out)
-        rows, paces = _time_candidates(configs, networks, loop, store, on_part)
+    reference, begin_s = configs[REFERENCE], time.process_time()
+    scratch = TempFolder() if out is None else None
+    folder = Path(str(out)) if scratch is None else scratch.path
+    max_pilots = len(RUNGS) * len(seeds)
+    with lock_folder(folder, "plans"):
+        rows: dict[str, PlanRow] = {}
+        for number, (text, config) in enumerate(configs.items()):
+            on_part(f"timing {text}", len(configs) - number + max_pilots * len(configs))
+            rows[text] = _time_recipe(
+                folder, text, config, networks, _explain_refusal(config.recipe, loop, data_stays)
+            )
+            if max_memory is not None:
+                rows[text] = _drop_large(rows[text], config, max_memory)
 
-        def train(name: str, steps: int) -> list[Pilot]:
-            pilots = []
-            for seed in seeds:
-                on_part(f"pilot of {steps:,} steps: {name}")
-                key: dict[str, Json] = {
-                    "pilot": _describe_learning(configs[name]),
-                    "steps": steps,
-                    "seed": seed,
-                }
-                row = store.find_or_add(key, partial(_train, configs[name], steps, seed))
-                pilots.append(_read_pilot(row))
-            return pilots
+        def train(name: str, steps: int, seed: int) -> Pilot:
+            undecided = sum(row.status == "timed" for row in search.rows.values())
+            on_part(f"pilot of {steps:,} steps: {name}", max_pilots * (undecided + 1))
+            key: dict[str, Json] = {**_describe_learning(configs[name]), "pilot": steps, "seed": seed}
+            return Pilot(**_find_or_add(folder, key, lambda: asdict(train_pilot(configs[name], steps, seed))))
 
+        timed = {name: row for name, row in rows.items() if row.status == "timed"}
         search = Search(
-            steps=reference.steps,
-            share=share,
-            budget_steps=budget * reference.steps,
-            reference=REFERENCE,
-            equals=[name for name in paces if _learns_like_reference(configs[name]) and name != REFERENCE],
-            compute_seconds=lambda name, steps: max(pace.compute_seconds(steps) for pace in paces[name]),
-            train=train,
-            min_steps={name: 2 * _get_period(configs[name]) for name in paces},
+            timed,
+            REFERENCE,
+            [name for name in timed if name != REFERENCE and _learns_like_reference(configs[name])],
+            reference.steps,
+            share,
+            lambda name, steps: [train(name, steps, seed) for seed in seeds],
+            {name: 2 * _get_period(config) for name, config in configs.items()},
+            budget_steps=len(seeds) * reference.steps * (1 if target is None else 2),
         )
+        if budget is not None:
+            timing_s = time.process_time() - begin_s
+            search.budget_s = 60 * budget - timing_s
+            if search.budget_s <= 0:
+                raise ConfigError(f"--budget {budget:g}: timing alone takes {timing_s:.2g} s")
         search.tolerance, scores = _find_tolerance(search, within, target)
-        outcomes = search.choose([*paces])
-    rows = {
-        name: _add_outcome(row, outcomes[name], paces[name], networks, reference.steps)
-        if name in paces
-        else row
-        for name, row in rows.items()
-    }
-    estimated_s = {
-        name: search.compute_seconds(name, outcome.steps)
-        for name, outcome in outcomes.items()
-        if outcome.steps is not None
-    }
-    choice = rows[min(estimated_s, key=estimated_s.__getitem__)]
+        choice = search.choose()
+    rows |= search.rows
     options = {"workload": reference.workload, "workers": reference.workers, **settings}
     result = Plan(
         _sort_rows(rows.values()),
-        choice,
+        rows[choice],
         REFERENCE,
         search.tolerance,
         reference.steps,
@@ -262,47 +240,68 @@ def plan(
             name: value
             for name, value in options.items()
             if isinstance(value, str | int | float) and name != "steps" and name in RunConfig.list_settings()
-        },
+        }
+        | ({"data_stays": True} if data_stays else {}),
         bool(scores.min() >= 0 and scores.max() <= 1),
     )
     if out is not None:
-        write_json(Path(out) / "plan.json", result.to_json())
+        write_json(folder / "plan.json", result.to_json())
     return result
 
 
 def plan_script(
     command: Sequence[str],
-    networks: str | NetworkProfile | Sequence[str | NetworkProfile] = DEFAULT_NETWORK,
+    networks: Networks = DEFAULT_NETWORK,
     *,
     recipes: Sequence[str] | None = None,
     device: DeviceProfile | None = None,
-    on_part: Callable[[str], None] = lambda name: None,
+    on_part: OnPart = ignore_part,
     **settings: object,
 ) -> Plan:
-    """Times the recipes of a loop with :func:`farflung.attach`, whose script runs a few steps on this machine, alone.
+    """Times the recipes of a loop with :func:`farflung.attach`, whose script runs a few steps with each, alone.
 
     Args:
       command: Script of Python with its arguments.
       networks: Networks, as in :func:`plan`.
       recipes: Recipes, as in :func:`plan`.
       device: Profile of each replica's device; by default this machine, as its steps were.
-      on_part: Callback that gets the name of the next part.
+      on_part: Callback, as in :func:`plan`.
       settings: Settings of :func:`farflung.simulate`, such as ``steps`` and ``workers``.
 
     Raises:
       BadInput: The loop cannot be recorded, or a setting is invalid.
     """
-    networks = [networks] if isinstance(networks, str | NetworkProfile) else [*networks]
-    on_part(f"recording {command[0]}")
-    recorded = record_script(command)
+    networks, scratch = _list_networks(networks), TempFolder()
+    on_part(f"recording {command[0]}", 1 + len(CANDIDATES if recipes is None else recipes))
+    recorded = record_script(command, REFERENCE)
     base = {**settings, "workload": recorded.workload, "device": device or recorded.device, "batch_size": 1}
-    configs = _resolve_candidates(recipes, networks, base)
-    with ExitStack() as stack:
-        rows, paces = _time_candidates(configs, networks, "attach", _Store(stack, None), on_part)
-    steps = configs[REFERENCE].steps
-    for name in paces:
-        rows[name] = _add_outcome(rows[name], Outcome("timed"), paces[name], networks, steps)
-    return Plan(_sort_rows(rows.values()), None, REFERENCE, 0.0, steps, 0.0, {}, is_accuracy=False)
+    configs, rows = _resolve_candidates(recipes, networks, base), list[PlanRow]()
+    for number, (text, config) in enumerate(configs.items()):
+        on_part(f"recording and timing {text}", len(configs) - number)
+        reason, changes = _explain_refusal(config.recipe, "attach"), parse_components(text)[1]
+        if changes:
+            reason = (
+                f"the loop has its own {' and '.join(changes)}: set that there, and name the recipe alone"
+            )
+        own_device = config.device
+        try:
+            if text != REFERENCE and not reason and device is None:
+                own_device = record_script(command, text).device
+        except ConfigError as error:
+            reason = str(error)
+        rows.append(_time_recipe(scratch.path, text, replace(config, device=own_device), networks, reason))
+    return Plan(_sort_rows(rows), None, REFERENCE, 0.0, configs[REFERENCE].steps, 0.0, {}, is_accuracy=False)
+
+
+def parse_components(text: str) -> tuple[Recipe, dict[str, Json]]:
+    """Parses a recipe with changes into the recipe, and those of its changes that are settings of the training."""
+    changes = parse_variant(text)
+    components = {name: changes.pop(name) for name in Recipe().settings if name in changes}
+    return parse_recipe(str(changes.pop("recipe"))).with_components(**components), changes
+
+
+def _list_networks(networks: Networks) -> list[str | NetworkProfile]:
+    return [networks] if isinstance(networks, str | NetworkProfile) else [*networks]
 
 
 def _resolve_candidates(
@@ -316,32 +315,6 @@ def _resolve_candidates(
     return configs
 
 
-def _time_candidates(
-    configs: Mapping[str, SimulatedConfig],
-    networks: Sequence[str | NetworkProfile],
-    loop: str,
-    store: _Store,
-    on_part: Callable[[str], None],
-) -> tuple[dict[str, PlanRow], dict[str, list[Pace]]]:
-    """Returns a row of each recipe, and the paces on each network of those that can be timed."""
-    rows: dict[str, PlanRow] = {}
-    paces: dict[str, list[Pace]] = {}
-    for text, config in configs.items():
-        rows[text] = PlanRow(text, reason=_explain_refusal(config.recipe, loop))
-        if rows[text].reason:
-            continue
-        on_part(f"timing {text}")
-        timed = _time_once(store, config, networks)
-        rows[text] = replace(rows[text], uncharged=timed["uncharged"], reason=timed["refusal"])
-        if not timed["refusal"]:
-            paces[text] = [Pace(**pace) for pace in timed["paces"]]
-    return rows, paces
-
-
-def _sort_rows(rows: Iterable[PlanRow]) -> list[PlanRow]:
-    return sorted(rows, key=lambda row: math.inf if row.duration_s is None else row.duration_s)
-
-
 def _check_inputs(
     configs: Mapping[str, SimulatedConfig],
     networks: Sequence[str | NetworkProfile],
@@ -349,6 +322,8 @@ def _check_inputs(
     requested: Sequence[str],
 ) -> None:
     """Checks settings of all candidates before anything is simulated."""
+    if not 0 < share <= 1:
+        raise ConfigError(f"--share {share}: must be above 0 and at most 1")
     first, *others = configs.values()
     for config in (*others, *(replace(first, network=network) for network in networks)):
         config.check()
@@ -358,11 +333,10 @@ def _check_inputs(
             f"--workload {first.workload}: its model differs from seed to seed, and a plan is for one"
         )
     for text in requested:
-        config = configs[text]
-        period = _get_period(config)
-        if share * config.steps < 2 * period:
+        period, steps = _get_period(configs[text]), first.steps
+        if share * steps < 2 * period:
             raise ConfigError(
-                f"--steps {config.steps}: {share:.0%} of it is shorter than two blocks of {period} steps of {text}"
+                f"--steps {steps}: {share:.0%} of it is shorter than two blocks of {period} steps of {text}"
             )
 
 
@@ -380,30 +354,60 @@ def _learns_like_reference(config: SimulatedConfig) -> bool:
     } and texts["codec"] in ("identity", "truncate16")
 
 
-def _explain_refusal(recipe: Recipe, loop: str) -> str:
+def _explain_refusal(recipe: Recipe, loop: str, data_stays: bool = False) -> str:
     """Returns why a loop cannot follow a recipe; empty if it can."""
-    support = describe_attach_support(recipe)
+    support, parts = describe_attach_support(recipe), recipe.build_components(0)
     if loop != "train" and support != "yes":
         return f"{loop} cannot follow it: {support.removeprefix('no: ')}"
-    if loop == "ddp_hook" and not recipe.build_components(0).schedule.is_synchronous:
+    if loop == "ddp_hook" and not parts.schedule.is_synchronous:
         return "ddp_hook takes codecs and reducers of synchronous recipes"
+    if data_stays and (parts.sharing.has_data_transfers or parts.sampler.is_balanced):
+        return "it needs samples of other replicas, and data stays"
     return ""
 
 
-def _time_once(
-    store: _Store, config: SimulatedConfig, networks: Sequence[str | NetworkProfile]
-) -> dict[str, Any]:
-    """Returns the paces of a recipe and its methods without a rate, or why it cannot be timed, as JSON."""
-    names: list[Json] = [network if isinstance(network, str) else network.name for network in networks]
+def _time_recipe(
+    folder: Path, text: str, config: SimulatedConfig, networks: Sequence[str | NetworkProfile], reason: str
+) -> PlanRow:
+    """Returns the row of a recipe with its times on the slowest network, or why it cannot be timed."""
+    names = [network if isinstance(network, str) else network.name for network in networks]
 
     def measure() -> dict[str, Json]:
         try:
             paces, uncharged = time_recipe(config, networks)
         except Unsupported as error:
-            return {"paces": [], "uncharged": [], "refusal": str(error)}
-        return {"paces": [asdict(pace) for pace in paces], "uncharged": [*uncharged], "refusal": ""}
+            return {"reason": str(error)}
+        return {"paces": [asdict(pace) for pace in paces], "uncharged": [*uncharged]}
 
-    return store.find_or_add({"timing": config.to_json(), "networks": names}, measure)
+    part: dict[str, Any] = {"reason": reason}
+    if not reason:
+        part = _find_or_add(folder, {**config.to_json(), "networks": [*names]}, measure)
+    if "reason" in part:
+        return PlanRow(text, reason=part["reason"])
+    paces = zip((Pace(**pace) for pace in part["paces"]), names, strict=True)
+    duration_s, pace, network = max(
+        ((pace.compute_seconds(config.steps), pace, name) for pace, name in paces), key=lambda each: each[0]
+    )
+    step_s = duration_s / config.steps
+    return PlanRow(
+        text, network, pace, duration_s, step_s, pace.waiting, "timed", uncharged=tuple(part["uncharged"])
+    )
+
+
+def _drop_large(row: PlanRow, config: SimulatedConfig, max_memory: float) -> PlanRow:
+    """Returns the row, as not tried if the recipe needs more than ``max_memory`` GiB.
+
+    Raises:
+      ConfigError: The reference needs more.
+    """
+    if row.pace is None:
+        return row
+    memory = (measure_step_nbytes(config.task, config.training) + row.pace.held_nbytes) / GIB
+    if memory <= max_memory:
+        return row
+    if row.recipe == REFERENCE:
+        raise ConfigError(f"--max-memory {max_memory:g}: {REFERENCE} alone needs {memory:.2g} GiB")
+    return replace(row, status="untried", reason=f"it needs {memory:.2g} GiB")
 
 
 def _describe_learning(config: SimulatedConfig) -> dict[str, Json]:
@@ -412,36 +416,19 @@ def _describe_learning(config: SimulatedConfig) -> dict[str, Json]:
     return {name: value for name, value in config.to_json().items() if name not in timed}
 
 
-def _train(config: SimulatedConfig, steps: int, seed: int) -> dict[str, Json]:
-    pilot = train_pilot(config, steps, seed)
-    scores: list[Json] = [round(score, 6) for score in pilot.scores.tolist()]
-    return {"curve": [list(point) for point in pilot.curve], "scores": scores}
-
-
-def _read_pilot(row: Mapping[str, Any]) -> Pilot:
-    return Pilot(row["steps"], [(step, score) for step, score in row["curve"]], torch.tensor(row["scores"]))
-
-
 def _find_tolerance(search: Search, within: float | None, target: float | None) -> tuple[float, Tensor]:
     """Returns the tolerance, which must be one that the test set can tell, and scores of the reference's pilot.
 
     Raises:
-      ConfigError: The tolerance or the budget is too small, or the target is above what the reference reaches.
+      ConfigError: The tolerance is too small, or the target is above what the reference reaches.
     """
-    steps = search.pilot_steps[0]
-    if steps > search.budget_steps:
-        raise ConfigError(
-            f"--budget {search.budget_steps / search.steps:g}: the reference alone takes "
-            f"{steps / search.steps:.2g} trainings"
-        )
-    if target is not None:  # a whole training beyond the budget
-        steps = search.steps
-        search.budget_steps += steps
-    scores = search.run_pilots(search.reference, steps)[0].scores
-    resolution = 2 * float(scores.std()) / len(scores) ** 0.5
+    steps = search.pilot_steps[0] if target is None else search.steps
+    scores = torch.tensor(search.run_pilots(search.reference, steps)[0].scores)
+    resolution, option = 2 * float(scores.std()) / len(scores) ** 0.5, f"--within {within}"
     if target is not None:
         end = float(scores.mean())
         within = end - target
+        option = f"--target {target:g}, {within:.2g} below the reference"
         if within < 0:
             raise ConfigError(
                 f"--target {target:g}: the reference does not reach it in {search.steps:,} steps ({end:.4g} at the end)"
@@ -449,66 +436,26 @@ def _find_tolerance(search: Search, within: float | None, target: float | None) 
     if within is None:
         within = RESOLUTION_FACTOR * resolution
     if within < resolution:
-        option = (
-            f"--within {within:.4g}"
-            if target is None
-            else f"--target {target:g}, {within:.2g} below the reference"
-        )
         raise ConfigError(
             f"{option}: this test set tells no less than {resolution:.2g} apart: allow more, or use more test samples"
         )
     return within, scores
 
 
-def _add_outcome(
-    row: PlanRow,
-    outcome: Outcome,
-    paces: Sequence[Pace],
-    networks: Sequence[str | NetworkProfile],
-    steps: int,
-) -> PlanRow:
-    """Returns the row with times on the network where it is slowest, and the outcome of its pilots."""
-    pace, network = max(zip(paces, networks, strict=True), key=lambda pair: pair[0].compute_seconds(steps))
-    bounds = outcome.bound_seconds(pace.compute_seconds) or (None, None)
-    return replace(
-        row,
-        network=network if isinstance(network, str) else network.name,
-        duration_s=pace.compute_seconds(steps),
-        step_s=pace.compute_seconds(steps) / steps,
-        waiting=pace.waiting,
-        status=outcome.status,
-        reason=outcome.reason,
-        gap=None if outcome.gap is None else outcome.gap.mean,
-        noise=None if outcome.gap is None else outcome.gap.noise,
-        low_s=bounds[0],
-        high_s=bounds[1],
-        sent_nbytes=None if outcome.steps is None else pace.compute_nbytes(outcome.steps),
-    )
+def _sort_rows(rows: Iterable[PlanRow]) -> list[PlanRow]:
+    return sorted(rows, key=lambda row: math.inf if row.duration_s is None else row.duration_s)
 
 
-class _Store:
-    """Parts of a plan by their settings, in a file if there is a folder, so that an interrupted plan continues."""
-
-    def __init__(self, stack: ExitStack, folder: Path | str | None) -> None:
-        self._parts: dict[str, dict[str, Any]] = {}
-        self._file: JsonLinesFile | None = None
-        if folder is not None:
-            stack.enter_context(lock_folder(Path(folder), "plans"))
-            path = Path(folder) / "parts.jsonl"
-            if path.exists():
-                read_json_lines(path, "no part of a plan", self._load, DataError)
-            self._file = stack.enter_context(JsonLinesFile(path))
-
-    def _load(self, row: dict[str, Any]) -> None:
-        self._parts[json.dumps(row["key"], sort_keys=True)] = row
-
-    def find_or_add(
-        self, key: Mapping[str, Json], measure: Callable[[], Mapping[str, Json]]
-    ) -> dict[str, Any]:
-        """Returns the part with a key, measured now if there is none."""
-        name = json.dumps(key, sort_keys=True)
-        if name not in self._parts:
-            self._parts[name] = {"key": key, **key, **measure()}
-            if self._file is not None:
-                self._file.add(self._parts[name], flush=True)
-        return self._parts[name]
+def _find_or_add(
+    folder: Path, settings: Mapping[str, Json], measure: Callable[[], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Returns the part of a plan with these settings, measured now and stored if there is none."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    path = folder / "parts" / f"{digest[:16]}.json"
+    if not path.exists():
+        part = measure()
+        with wrap_write_errors(path):
+            path.parent.mkdir(exist_ok=True)
+        write_json(path, {"settings": dict(settings), "part": dict(part)})
+    stored: Any = RunFiles(folder).load_json(path)["part"]
+    return dict(stored)

@@ -33,11 +33,12 @@ class RecordedLoop(NamedTuple):
     device: DeviceProfile
 
 
-def record_script(command: Sequence[str]) -> RecordedLoop:
+def record_script(command: Sequence[str], recipe: str) -> RecordedLoop:
     """Runs a script with :func:`farflung.attach` alone on this machine until its steps are recorded.
 
     Args:
       command: Script of Python with its arguments.
+      recipe: Recipe in place of the script's own.
 
     Raises:
       ConfigError: The loop cannot be recorded; names the reason.
@@ -54,7 +55,7 @@ def record_script(command: Sequence[str]) -> RecordedLoop:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             RECORD_VARIABLE: str(path),
             STEPS_VARIABLE: str(RECORDED_STEPS),
-            RECIPE_VARIABLE: "synchronous",
+            RECIPE_VARIABLE: recipe,
         }
         try:
             ended = subprocess.run(

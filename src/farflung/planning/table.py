@@ -11,7 +11,8 @@ from farflung.report.tables import create_table, format_duration
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from farflung.planning.planner import Plan, PlanRow
+    from farflung.planning.choice import PlanRow
+    from farflung.planning.planner import Plan
 
 __all__ = ["render_plan_table"]
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from farflung.calibration import count_forward_flops
 from farflung.devices import find_device
+from farflung.engine import GradientBuckets
 from farflung.errors import Unsupported
 from farflung.network import NetworkProfile
 from farflung.runs import PreparedRun, Run, RunFolder, SimulatedConfig, retime, simulate_prepared
 from farflung.runs.folder import TempFolder
 from farflung.runs.simulation import list_timing_decisions
+from farflung.seeding import create_generator
 from farflung.sim import LightWorkload
 from farflung.telemetry import read_number
-from farflung.types import Reducer
+from farflung.types import Reducer, Seeds
 
 __all__ = ["Pace", "scale_recipe", "time_recipe"]
 
@@ -41,6 +45,7 @@ class Pace:
       ends_s: Seconds from the end of a later block to the end of each step of the next one, which all blocks repeat.
       waiting: Share of a later block that waits for exchanges.
       step_nbytes: Bytes sent in a step of a later block.
+      held_nbytes: Largest number of bytes that schedule and reducer hold between steps.
     """
 
     warmup: int
@@ -50,6 +55,7 @@ class Pace:
     ends_s: Sequence[float]
     waiting: float
     step_nbytes: float
+    held_nbytes: int = 0
 
     @property
     def step_s(self) -> float:
@@ -113,7 +119,8 @@ def time_recipe(
         raise Unsupported("what it learns depends on the network")
     runs = [retime(run, network=network) for network in networks]
     full_warmup = _count_warmup(config)[0]
-    paces = [_read_pace(retimed, full_warmup, warmup, block) for retimed in runs]
+    held_nbytes = int(read_number(run.summary, "schedule_bytes_per_replica")) + _count_reducer_nbytes(light)
+    paces = [_read_pace(retimed, full_warmup, warmup, block, held_nbytes) for retimed in runs]
     uncharged = runs[0].summary.get("coding_not_charged", [])
     return paces, [str(method) for method in uncharged] if isinstance(uncharged, list) else []
 
@@ -162,7 +169,25 @@ def _count_warmup(config: SimulatedConfig) -> tuple[int, Reducer]:
     return max(parts.schedule.warmup_steps, reducer.warmup_steps), reducer
 
 
-def _read_pace(run: Run, full_warmup: int, warmup: int, block: int) -> Pace:
+def _count_reducer_nbytes(config: SimulatedConfig) -> int:
+    """Counts the bytes of the reducer's first states."""
+    parts, model = (
+        config.recipe.build_components(config.seed),
+        config.task.build_model(create_generator(0, "model")),
+    )
+    buckets = GradientBuckets(model.named_parameters(), parts.bucket_nbytes).buckets
+    states = [parts.reducer.init(bucket.spec, Seeds(0, 0)) for bucket in buckets]
+    return sum(_count_nbytes([state.shared, state.local]) for state in states)
+
+
+def _count_nbytes(tree: object) -> int:
+    if isinstance(tree, Tensor):
+        return tree.nbytes
+    nodes = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return sum(map(_count_nbytes, nodes))
+
+
+def _read_pace(run: Run, full_warmup: int, warmup: int, block: int, held_nbytes: int) -> Pace:
     events = run.events[0]
     steps = [event for event in events if event["event"] == "step"]
     begin = next(event for event in events if event["event"] == "begin")
@@ -182,4 +207,5 @@ def _read_pace(run: Run, full_warmup: int, warmup: int, block: int) -> Pace:
         [end_s - ends_s[start] for end_s in ends_s[start + 1 : end + 1]],
         waited_s / duration_s if duration_s else 0.0,
         (sent[end] - sent[start]) / block,
+        held_nbytes,
     )

@@ -163,7 +163,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "delayed",
-            "delayed updates: own ones at once, then pulled towards the mean (after Zhu et al. 2019)",
+            "delayed updates: local steps, pulled towards a mean that arrives later (after Zhu et al. 2019)",
             schedule="delayed(delay='auto')",
         ),
         Recipe(
@@ -200,7 +200,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "diloco",
-            "DiLoCo: 50 steps alone, then Nesterov's step on the mean of all ways; with AdamW (Douillard et al. 2023)",
+            "DiLoCo: 50 local steps, then a Nesterov step on their mean; with AdamW (Douillard et al. 2023)",
             schedule="diloco(sync_every=50)",
         ),
         Recipe(
@@ -212,7 +212,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "sparse_loco",
-            "SparseLoCo: 50 steps alone, then the largest 1/64 of each chunk in 2 bits; with AdamW (Sarfi et al. 2025)",
+            "SparseLoCo: 50 local steps, then the largest 1/64 of each chunk in 2 bits; with AdamW (Sarfi et al. 2025)",
             codec="error_feedback(chunked_topk(bits=2), decay=0.95)",
             schedule="diloco(sync_every=50, outer_rate=1.0, outer_momentum=0.0)",
         ),
@@ -223,7 +223,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "mercury",
-            "Mercury: batches by scores that are made in waits; important samples change owner (Zeng et al. 2021)",
+            "Mercury: batches by importance, scored while waiting; important samples change owner (Zeng et al. 2021)",
             collective="ring",
             sampler="grouped_importance(rule='paper', groups='bacc')",
             sharing="resharding",

@@ -91,7 +91,7 @@ class AdaptiveTopK(Reducer):
         if self.rule == "released" and (self.smoothing, self.decide) != (0.1, "last"):
             raise ConfigError(f"{name}: smoothing and decide are not of rule='released'")
         if self.rule == "paper" and self.epoch_steps is not None:
-            raise ConfigError(f"{name}: epoch_steps is of rule='released' alone")
+            raise ConfigError(f"{name}: epoch_steps is only for rule='released'")
         if self.epoch_steps is not None:
             check_integer(name, "epoch_steps", self.epoch_steps, 1)
         check_rounds(name, self.collective)

@@ -24,7 +24,7 @@ from farflung.report.traffic import read_traffic
 from farflung.telemetry import Event, read_number
 from farflung.types import Json
 
-__all__ = ["ReportedRun", "build_report_data", "render_report_page", "shorten_names"]
+__all__ = ["ReportedRun", "build_plan_data", "build_report_data", "render_report_page", "shorten_names"]
 
 Figure: TypeAlias = "dict[str, Json]"
 """Chart, bars, Gantt chart or table, as the page's script draws it."""
@@ -474,7 +474,7 @@ def build_report_data(runs: Sequence[ReportedRun], *, is_live: bool = False) -> 
     sections: dict[str, list[Figure]] = {
         "Results": [*_build_results(runs)],
         LEARNING: [],
-        "Measured beside simulated": [*_compare_to_simulated(runs)],
+        "Measured and simulated": [*_compare_to_simulated(runs)],
         "Where the time went": build_all(_build_time_bars, "Seconds of each rank"),
         "Steps": build_all(_build_gantt, "The last steps, by the clock of each rank"),
         "Members": build_all(_build_members, "Members at each step"),
@@ -501,6 +501,53 @@ def build_report_data(runs: Sequence[ReportedRun], *, is_live: bool = False) -> 
     # JSON in browsers has only finite numbers.
     data: dict[str, Json] = json.loads(json.dumps(content), parse_constant=lambda name: None)
     return data
+
+
+def build_plan_data(plan: Mapping[str, Any]) -> dict[str, Json]:
+    """Builds the data of the page of a plan: bars from the lower to the upper bound of each time, and a table.
+
+    Args:
+      plan: Content of the plan's file.
+
+    Raises:
+      KeyError: A field is missing.
+    """
+    bounded = [row for row in plan["rows"] if row["high_s"] is not None]
+    bars: list[Json] = [[row["recipe"], low := row["low_s"] or 0.0, row["high_s"] - low] for row in bounded]
+    fields = (
+        "network",
+        "step_s",
+        "waiting",
+        "status",
+        "gap",
+        "noise",
+        "low_s",
+        "high_s",
+        "sent_nbytes",
+        "reason",
+    )
+    columns = ("recipe", "network", "a step (s)", "waits", "outcome", "short by", "noise", "at least (s)",
+               "at most (s)", "bytes sent", "reason")  # fmt: skip
+    figures: list[Json] = [
+        {
+            "kind": "bars",
+            "title": "Seconds to the target, from the lower bound to the upper one",
+            "shades": [1, 0],
+            "columns": ["recipe", "up to the lower bound (s)", "from there to the upper bound (s)"],
+            "rows": bars,
+        },
+        _build_table(
+            "All recipes", columns, [[row["recipe"], *map(row.get, fields)] for row in plan["rows"]]
+        ),
+    ]
+    return {
+        "title": f"plan: {plan['settings']['workload']}, {plan['steps']:,} steps",
+        "state": f"take {plan['choice']}",
+        "simulated": "All times are simulated.",
+        "runs": [],
+        "live": False,
+        "sections": [{"title": "Plan", "figures": figures}],
+    }
 
 
 def render_report_page(data: Mapping[str, Json]) -> str:

@@ -15,7 +15,7 @@ __all__ = ["render_partition_table"]
 
 MAX_ROWS = 20
 """Number of replicas above which the table shows the first few and counts the others."""
-MAX_COLUMNS = 12
+MAX_COLUMNS = 10
 """Number of labels above which the table names the most common ones of each replica."""
 
 

@@ -39,7 +39,7 @@ def read_traffic(events_by_rank: Mapping[int, Iterable[Event]]) -> TrafficByKind
 def _read_sent_nbytes(rank: int, events: Iterable[Event]) -> dict[str, list[int]]:
     ends = [event for event in events if event.get("event") == "end"]
     if not ends:
-        raise DataError(f"rank {rank} has not come to the end of the run, where it reports what it has sent")
+        raise DataError(f"rank {rank} has not reached the end of the run, where it reports what it has sent")
     sent: Any = ends[-1].get("bytes_sent_to")
     lists = list(sent.values()) if isinstance(sent, dict) else [None]
     counts = [count for row in lists for count in (row if isinstance(row, list) else [None])]
@@ -52,7 +52,7 @@ def _read_sent_nbytes(rank: int, events: Iterable[Event]) -> dict[str, list[int]
 
 
 def render_traffic_table(traffic: TrafficByKind, *, title: str = "") -> Table:
-    """Renders the payload bytes of each pair of ranks with traffic; the last column is the sum over kinds.
+    """Renders the payload bytes of each pair of ranks with traffic, by kind, with the sum of each kind and of all.
 
     Args:
       traffic: Result of :func:`read_traffic`.
@@ -61,18 +61,17 @@ def render_traffic_table(traffic: TrafficByKind, *, title: str = "") -> Table:
     Raises:
       MissingExtra: rich is not installed.
     """
-    table = create_table(title, show_footer=True)
-    by_pair = {
-        kind: {(src, dst): count for src, to in senders.items() for dst, count in enumerate(to) if count}
-        for kind, senders in traffic.items()
-    }
-    table.add_column("from → to", "all", no_wrap=True)
-    for kind, pairs in by_pair.items():
-        table.add_column(kind, f"{sum(pairs.values()):,}", justify="right", no_wrap=True)
-    total = sum(sum(pairs.values()) for pairs in by_pair.values())
-    table.add_column("sum", f"{total:,}", justify="right", no_wrap=True, style="bold")
-    for src, dst in sorted(set().union(*by_pair.values())):
-        counts = [pairs.get((src, dst), 0) for pairs in by_pair.values()]
-        cells = [f"{count:,}" if count else "·" for count in counts]
-        table.add_row(f"{src} → {dst}", *cells, f"{sum(counts):,}")
+    table = create_table(title)
+    for name, justify in {"kind": "left", "from → to": "left", "bytes": "right"}.items():
+        table.add_column(name, justify=justify)
+    total = 0
+    for kind, senders in traffic.items():
+        pairs = [(src, dst, count) for src, to in senders.items() for dst, count in enumerate(to) if count]
+        kind_total = sum(count for _, _, count in pairs)
+        total += kind_total
+        table.add_row(kind, "all", f"{kind_total:,}", style="bold")
+        for src, dst, count in sorted(pairs):
+            table.add_row("", f"{src} → {dst}", f"{count:,}")
+        table.add_section()
+    table.add_row("all kinds", "all", f"{total:,}", style="bold")
     return table

@@ -154,7 +154,7 @@ class RunConfig:
             ),
             quorum=(
                 self.quorum == "majority" or (self.quorum == "1" and bool(self.elastic)),
-                "majority, or 1 beside --elastic",
+                "majority, or 1 together with --elastic",
             ),
             threads=(self.threads >= 0, "1 or more, or 0 to leave it to the machine"),
             deadline=(0 < self.deadline < math.inf, "a number of seconds above 0"),
@@ -566,7 +566,7 @@ class SimulatedConfig(RunConfig):
 
         if find_collective(self.recipe.collective).is_native:
             raise ConfigError(
-                f"the backend's own collectives (--collective {self.recipe.collective}) run on real machines alone: "
+                f"the backend's own collectives (--collective {self.recipe.collective}) run only on real machines: "
                 "choose another collective or recipe"
             )
         if self.recipe.build_components(self.seed).stream.is_live:

@@ -38,7 +38,6 @@ class RunFolder(RunFiles):
     def __init__(self, path: Path, *, is_resumed: bool = False) -> None:
         super().__init__(path)
         self.is_resumed = is_resumed
-        self.curves_path = path / "tensorboard"
         self.log_path = path / "workers.log"
         self.decisions_path = path / "decisions.jsonl"
         self.replay_path = path / "replay.jsonl"

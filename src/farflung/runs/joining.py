@@ -281,7 +281,7 @@ def join_run(
         raise ConfigError(f"{location}: --key FILE is missing, a copy of {KEY_FILE} in the run's folder")
     file = key_file or folder / KEY_FILE
     if is_local and not file.exists():
-        raise ConfigError(f"{location}: no run goes on there that others may join (--elastic MIN:MAX)")
+        raise ConfigError(f"{location}: no run is going on there that others may join (--elastic MIN:MAX)")
     guest = _ask_for_rank(file, [] if is_local else [location])
     config = RunConfig.resolve(guest.config)
     files = RunFolder(folder if is_local else Path(options.out or name_run_folder(config.title)))

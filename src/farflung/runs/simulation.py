@@ -394,7 +394,7 @@ def _load_retimable(source: RunFolder, config: RunConfig) -> tuple[dict[int, lis
     events = source.load_events()
     kinds = [event["event"] for event in events.get(0, [])]
     if len(events) != config.workers or "end" not in kinds:
-        raise CheckpointError(f"{source.path}: the run has not come to its end")
+        raise CheckpointError(f"{source.path}: the run has not reached its end")
     if kinds.count("begin") > 1:
         raise ConfigError(f"{source.path}: the run was resumed, and only one in one piece can be retimed")
     return events, "checkpoint" in kinds

@@ -121,7 +121,7 @@ def begin_training(
         if ":" in (endpoint.advertise or "").rpartition("]")[2] and env.local_size > 1:
             raise ConfigError(
                 f"--advertise {endpoint.advertise}: {env.local_size} replicas here cannot be reached at one port: "
-                "give the host alone, and a --port range that is forwarded as it is"
+                "give only the host, and a --port range that is forwarded as it is"
             )
 
         log = run.create_log() if env.rank == 0 else nullcontext(discard_event)

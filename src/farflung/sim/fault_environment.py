@@ -42,7 +42,7 @@ def check_plan(plan: FaultPlan, size: int, *, needs_all_members: bool = True) ->
     for fault in plan.faults:
         if needs_all_members and fault.kind in MEMBERSHIP_KINDS:
             raise Unsupported(
-                f"{fault}: virtual time carries {', '.join(sorted(SUPPORTED_FAULTS))} alone where every "
+                f"{fault}: virtual time supports only {', '.join(sorted(SUPPORTED_FAULTS))} where every "
                 "exchange needs all replicas; members come and go with VirtualWorld(needs_all_members=False)"
             )
     plan.check(

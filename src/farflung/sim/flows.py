@@ -9,7 +9,7 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import TypeAlias
 
-from farflung.comm.framing import compute_piece_nbytes, compute_wire_nbytes
+from farflung.comm.framing import URGENT_NBYTES, compute_piece_nbytes, compute_wire_nbytes
 from farflung.network import Fabric, Flow, NetworkPath, ResourceUse, TcpModel, Wiring, compute_repair_s
 from farflung.network.link import Capacity, compute_mean_capacity, map_capacity
 from farflung.noise import draw_uniform
@@ -58,8 +58,8 @@ class _SendQueue:
     path: NetworkPath
     src: int
     dst: int
-    piece_nbytes: int
-    """Bytes of a piece."""
+    rate_bps: float
+    """Rate of the link, if nothing else uses it."""
     tcp: TcpModel | None
     """Congestion state of each connection, if rates are found by TCP."""
     queue: list[_Queued] = field(default_factory=list)
@@ -70,7 +70,13 @@ class _SendQueue:
     num_sent: int = 0
     sent_bits: float = 0.0
     """Bits of the messages that have left."""
+    urgent_until_bits: float = 0.0
+    """Value of :attr:`sent_bits` up to which urgent messages are expected."""
     last_arrival_s: float = 0.0
+
+    def compute_piece_nbytes(self) -> int:
+        """Computes the bytes of a piece of the next message."""
+        return compute_piece_nbytes(self.rate_bps, expects_urgent=self.sent_bits < self.urgent_until_bits)
 
 
 class Flows:
@@ -103,7 +109,7 @@ class Flows:
         line = self._queues.get((src, dst)) or self._create_queue(src, dst)
         bits = (
             8.0
-            * compute_wire_nbytes(nbytes, line.piece_nbytes, is_encrypted=self._is_encrypted)
+            * compute_wire_nbytes(nbytes, line.compute_piece_nbytes(), is_encrypted=self._is_encrypted)
             / line.path.num_connections
         )
         message = _Message(bits, bits, on_arrival)
@@ -126,8 +132,7 @@ class Flows:
         if (src, dst) in self._ceilings:
             path = replace(path, uses=(*path.uses, self._ceilings[src, dst]))
         tcp = None if path.congestion is None else TcpModel(path.congestion, path.round_trip_s)
-        piece = compute_piece_nbytes(min(capacities, default=math.inf))
-        line = self._queues[src, dst] = _SendQueue(path, src, dst, piece, tcp)
+        line = self._queues[src, dst] = _SendQueue(path, src, dst, min(capacities, default=math.inf), tcp)
         return line
 
     def limit(self, src: int, dst: int, capacity: Capacity) -> None:
@@ -209,11 +214,14 @@ class Flows:
         """Limits the current message to committed pieces and data in flight, so that a shorter urgent one follows."""
         if message.quota_bits < math.inf:
             return
-        time_s, piece = self._clock.time(), 8.0 * queue.piece_nbytes
+        time_s, piece = self._clock.time(), 8.0 * queue.compute_piece_nbytes()
         in_flight_bits = 0.0 if queue.flow is None else queue.flow.compute_remaining_bits(time_s)
         if message.remaining_bits + in_flight_bits <= urgent_bits:
             return
         sent_bits = message.total_bits - message.remaining_bits - in_flight_bits
+        queue.urgent_until_bits = (
+            queue.sent_bits + sent_bits + 8.0 * URGENT_NBYTES / queue.path.num_connections
+        )
         room_bits = (sent_bits // piece + COMMITTED_PIECES) * piece - sent_bits
         if (
             in_flight_bits > room_bits

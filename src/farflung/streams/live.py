@@ -271,11 +271,11 @@ class LiveStream(Stream):
             reach = self._ranges.get(partition)
             if reach is None:
                 raise CheckpointError(
-                    f"{name}: partition {partition}, which the checkpoint goes on from, is gone"
+                    f"{name}: partition {partition}, from which the checkpoint continues, is gone"
                 )
             if not reach.first <= position <= reach.end:
                 raise CheckpointError(
-                    f"{name}: the checkpoint goes on from position {position} of partition {partition}, which has "
+                    f"{name}: the checkpoint continues from position {position} of partition {partition}, which has "
                     f"{reach.first} to {reach.end}: what was to come is deleted there"
                 )
 
@@ -478,8 +478,8 @@ class LiveStream(Stream):
     def _build_silence_error(self, seconds: float) -> DataError:
         trouble = f" ({self._source.trouble})" if self._source.trouble else ""
         return DataError(
-            f"{self._source.name}: nothing came for {seconds:.0f} s{trouble}; if it may be silent or away for longer, "
-            "raise deadline_s of the stream"
+            f"{self._source.name}: nothing arrived for {seconds:.0f} s{trouble}; if it may be silent or away for "
+            "longer, raise deadline_s of the stream"
         )
 
     def _fail(self, error: FarflungError) -> None:

@@ -5,24 +5,39 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from farflung.comm import Purpose
+from farflung.comm import Endpoint, Purpose
 from farflung.engine.averaging import barrier
 from farflung.network import Link, Medium, NetworkProfile, Site, SiteLink
+from farflung.tasks import Pending
 from farflung.types import Communicator, Payload, Runtime, Tag
+from farflung.wall.launch_env import LaunchEnv
+from farflung.wall.runtime import WallRuntime
 
-__all__ = ["LinkMeasurement", "NetworkMeasurement", "measure_network", "probe_network"]
+__all__ = ["LinkMeasurement", "NetworkMeasurement", "connect_ranks", "measure_network", "probe_network"]
+
+CONNECT_TIMEOUT_S = 60.0
+"""Time in which the ranks of a launcher must appear for a measurement."""
 
 FIRST_NBYTES, GROWTH = 1 << 12, 4
 """Size of the first message that is timed for bandwidth, and growth factor of later ones."""
 MAX_NBYTES = 1 << 22
 """Maximum bytes that one replica sends in its longest messages to all peers together, before a run."""
-MIN_EXTRA_S, TARGET_S = 0.02, 0.05
-"""Time of a message beyond that of a byte which tells a bandwidth, and that of messages to measure it by."""
+MIN_EXTRA_S = 0.02
+"""Time of a message beyond that of a byte which tells a bandwidth."""
+STREAM_S, STREAM_ROUND_TRIPS, STREAM_MESSAGES = 0.2, 10, 12
+"""Least duration of a stream, in seconds and in round trips, and least number of its messages.
+
+TCP's slow start from 10 to 320 segments takes five round trips; they are in the first half, which does not count.
+"""
+STREAM_PARTS = 3
+"""Parts of the second half, each of which tells a bandwidth."""
 SHARED_BELOW = 0.8
 """Share of the sum of single rates below which flows that run at once are limited by something shared."""
 _PROBE, _ECHO, _RESULT = range(3)
@@ -37,19 +52,19 @@ class _Effort:
 
     Args:
       pings: Round trips of one byte; the shortest counts.
-      max_nbytes: Maximum bytes of the growing messages of one replica to all peers.
-      repeats: Comparisons of a message of :data:`TARGET_S` with one of three times its size; 0 to compare the longest
-        growing message with a byte instead, which counts a connection's slow start.
+      max_nbytes: Maximum bytes of the growing messages of one replica to all peers, and of its streams.
+      has_stream: True to measure the second half of a stream of messages; False to compare the longest growing message
+        with a byte instead, which counts a connection's slow start.
     """
 
     pings: int
     max_nbytes: int = MAX_NBYTES
-    repeats: int = 0
+    has_stream: bool = False
 
 
 _BEFORE_RUN = _Effort(pings=4)
-_ALONE = _Effort(pings=6, max_nbytes=1 << 26, repeats=3)
-_AT_ONCE = _Effort(pings=1, max_nbytes=1 << 26, repeats=3)
+_ALONE = _Effort(pings=6, max_nbytes=1 << 26, has_stream=True)
+_AT_ONCE = _Effort(pings=1, max_nbytes=1 << 26, has_stream=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +144,35 @@ class NetworkMeasurement:
         )
 
 
+@contextmanager
+def connect_ranks(
+    env: LaunchEnv, meeting: str, *, endpoint: Endpoint, deadline_s: float
+) -> Iterator[WallRuntime]:
+    """Connects the ranks of a launcher for a measurement; an error in the context ends the others too.
+
+    Args:
+      env: Rank and size of this process.
+      meeting: Name of the meeting in the launcher's store.
+      endpoint: Settings of this process's connections.
+      deadline_s: Seconds of silence after which another rank is lost.
+    """
+    runtime = WallRuntime(
+        env.rank,
+        env.size,
+        env.connect_store(CONNECT_TIMEOUT_S),
+        meeting=meeting,
+        endpoint=endpoint.resolve_interface(env.find_address),
+        deadline_s=deadline_s,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
+    )
+    try:
+        yield runtime
+    except BaseException as error:
+        runtime.close(error)
+        raise
+    runtime.close()
+
+
 async def measure_network(runtime: Runtime) -> NetworkProfile | None:
     """Measures latency and bandwidth from every replica to every other, all at the same time.
 
@@ -164,8 +208,8 @@ async def measure_network(runtime: Runtime) -> NetworkProfile | None:
 async def probe_network(runtime: Runtime) -> NetworkMeasurement | None:
     """Measures each link alone, then the links of each replica at once, then all of them at once.
 
-    A bandwidth is that of the additional bytes of a long message over a shorter one, so a connection's slow start
-    does not count. Two pairs without a common replica are measured at the same time, in as many rounds as there are
+    A bandwidth is that of the second half of a stream of messages, so a connection's slow start does not count. Two
+    pairs without a common replica are measured at the same time, in as many rounds as there are
     other replicas.
 
     Args:
@@ -250,13 +294,22 @@ async def _probe_peer(runtime: Runtime, peer: int, number: int, effort: _Effort)
     """Returns the fields of a :class:`LinkMeasurement`."""
     comm, hop = runtime.comm, 0
 
-    async def measure_s(nbytes: int) -> float:
+    def send(nbytes: int) -> tuple[Pending[None], Pending[float]]:
+        """Sends a message; returns when it has left, and the time at which its echo arrives."""
         nonlocal hop
-        begin = runtime.read_clock()
-        comm.send(Payload((torch.zeros(nbytes, dtype=torch.uint8),)), peer, _build_tag(number, _PROBE, hop))
+        sent = comm.send(
+            Payload((torch.zeros(nbytes, dtype=torch.uint8),)), peer, _build_tag(number, _PROBE, hop)
+        )
         hop += 1
-        await comm.recv(peer, _build_tag(number, _ECHO, hop - 1))
-        return runtime.read_clock() - begin
+        return sent, runtime.launch(receive_echo(hop - 1))
+
+    async def receive_echo(echo_hop: int) -> float:
+        await comm.recv(peer, _build_tag(number, _ECHO, echo_hop))
+        return runtime.read_clock()
+
+    async def measure_s(nbytes: int) -> float:
+        begin_s = runtime.read_clock()
+        return await send(nbytes)[1] - begin_s
 
     round_trips_s = [await measure_s(1) for _ in range(effort.pings)]
     shortest_s, nbytes = min(round_trips_s), FIRST_NBYTES
@@ -265,12 +318,21 @@ async def _probe_peer(runtime: Runtime, peer: int, number: int, effort: _Effort)
         if extra_s >= MIN_EXTRA_S or GROWTH * nbytes * (comm.size - 1) > effort.max_nbytes:
             break
         nbytes *= GROWTH
-    extras_s = [extra_s]
-    if effort.repeats:
-        nbytes = max(1, round(nbytes * TARGET_S / max(extra_s, MIN_EXTRA_S)))
-        pairs_s = [(await measure_s(nbytes), await measure_s(3 * nbytes)) for _ in range(effort.repeats)]
-        extras_s = [(long_s - short_s) / 2 for short_s, long_s in pairs_s]
-    rates = sorted(8 * nbytes / extra_s if extra_s > 0 else math.inf for extra_s in extras_s)
+    rates = [8 * nbytes / extra_s if extra_s > 0 else math.inf]
+    if effort.has_stream:
+        end_s = runtime.read_clock() + max(STREAM_S, STREAM_ROUND_TRIPS * shortest_s)
+        max_messages = max(STREAM_MESSAGES, effort.max_nbytes // (nbytes * (comm.size - 1)))
+        echoes: list[Pending[float]] = []
+        while len(echoes) < STREAM_MESSAGES or (runtime.read_clock() < end_s and len(echoes) < max_messages):
+            sent, echo = send(nbytes)
+            echoes.append(echo)
+            await sent
+        times_s = [await echo for echo in echoes][len(echoes) // 2 :]
+        marks = [part * (len(times_s) - 1) // STREAM_PARTS for part in range(STREAM_PARTS + 1)]
+        rates = sorted(
+            8 * nbytes * (end - begin) / max(times_s[end] - times_s[begin], 1e-9)
+            for begin, end in pairwise(marks)
+        )
     comm.send(Payload((_BYTE[:0],)), peer, _build_tag(number, _PROBE, hop))
     return shortest_s / 2, statistics.median(round_trips_s) / 2, statistics.median(rates), rates[0], rates[-1]
 

@@ -315,7 +315,7 @@ class WallRuntime:
         """Sets the collectives that rank 0 decides on for ``auto``, and returns their names; all replicas call this.
 
         An unknown network is measured, see :func:`farflung.wall.measure_network`, except between two replicas, where
-        nothing depends on it, and on loopback.
+        little depends on it, and on loopback. Between two replicas loopback counts as a network without delay.
 
         Args:
           name: Requested collective; any but ``auto`` is returned as it is.
@@ -334,7 +334,11 @@ class WallRuntime:
         if name != AUTO:
             return name
         size = self.comm.size
-        if network is None and size > 2 and not self._is_local:
+        if network is None and size == 2 and self._is_local:
+            from farflung.network import Link, NetworkProfile
+
+            network = NetworkProfile.create_uniform(Link(), size)
+        elif network is None and size > 2 and not self._is_local:
             from farflung.wall.measuring import measure_network
 
             network = self.drive(measure_network(self))

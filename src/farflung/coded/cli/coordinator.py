@@ -40,7 +40,7 @@ _SETTINGS = {
 }
 """Settings of a run that are options, by name."""
 _EVENT_TEXTS = {
-    "came": "rank {rank} has come{with_partition}",
+    "came": "rank {rank} has joined{with_partition}",
     "turned_away": "rank {rank} is turned away: {why}",
     "gone": "rank {rank} is gone",
     "leaving": "rank {rank} would like to leave",
@@ -48,7 +48,7 @@ _EVENT_TEXTS = {
     "heard": "rank {rank} is heard again",
     "encoded": "all blocks to begin with are made",
     "paused": "waiting: {missing}",
-    "goes_on": "training goes on",
+    "goes_on": "training continues",
     "lost": "partition {partition!r} is lost",
 }
 """Text that is printed for each event."""
@@ -210,7 +210,7 @@ def _build_summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trained on", f"{summary['samples']:,} samples of {summary['features']:,} features"),
         ("partitions", f"{len(partitions)}: {', '.join(partitions)}"),
         ("classes", f"{len(classes)}"),
-        ("devices", f"{summary['devices_came']} came, {summary['devices_gone']} went"),
+        ("devices", f"{summary['devices_came']} joined, {summary['devices_gone']} left"),
         ("fallen silent", f"{summary['silences']} times"),
         ("encoding", format_encoding(summary)),
         ("coordinator sent", decimal(sum(summary["bytes_sent"].values()))),

@@ -166,7 +166,7 @@ class Demo(OutputOptions):
             print(json.dumps(output))
             return
         print_table(
-            ("what", "how much"),
+            (),
             [
                 (
                     "data",
@@ -178,7 +178,7 @@ class Demo(OutputOptions):
                 ("test accuracy", f"{100 * summary['test_accuracy']:.2f} %"),
                 ("encoding", format_encoding(summary)),
                 ("vanished", "; ".join(victims) or "none"),
-                ("came on the way", f"{summary['devices_came'] - self.partitions - self.room}"),
+                ("joined on the way", f"{summary['devices_came'] - self.partitions - self.room}"),
                 ("duration", format_duration(summary["duration_s"])),
             ],
         )
@@ -248,6 +248,6 @@ def _format_lost_devices(events: list[Event]) -> list[str]:
         if event["event"] == "came":
             partitions[event["rank"]] = event["partition"]
         elif event["event"] == "gone":
-            content = partitions.get(event["rank"]) or "room alone"
+            content = partitions.get(event["rank"]) or "no data"
             lines.append(f"rank {event['rank']} ({content}) after {float(str(event['t'])):.1f} s")
     return lines

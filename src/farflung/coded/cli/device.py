@@ -147,7 +147,7 @@ class _DeviceSessions:
             raise KeyboardInterrupt
         self._has_asked = True
         self._devices[-1].leave()
-        self._print_line("leaves when others hold what it alone has; again: at once")
+        self._print_line("leaves once others hold what only it has; again: at once")
 
     def build_summary(self) -> dict[str, Any]:
         """Returns the ranks, counts, and bytes by kind of message."""

@@ -133,6 +133,7 @@
 
   function drawBars(figure, box) {
     const longest = Math.max(...figure.rows.map((row) => row.slice(1).reduce((sum, one) => sum + one, 0))) || 1;
+    const wide = `${Math.min(32, Math.max(...figure.rows.map(([name]) => String(name).length)) + 3)}ch`;
     box.append(...figure.rows.map(([rank, ...seconds]) => {
       const bar = make("div");
       seconds.forEach((one, part) => {
@@ -140,7 +141,9 @@
         Object.assign(piece.style, { background: `var(--part-${figure.shades[part]})`, width: `${(100 * one) / longest}%` });
         bar.append(piece);
       });
-      return make("div", { class: "bar" }, make("span", {}, String(rank)), bar);
+      const name = make("span", {}, String(rank));
+      name.style.width = wide;
+      return make("div", { class: "bar" }, name, bar);
     }), key(figure.shades.map((shade, part) => [figure.columns[part + 1], `part-${shade}`])));
   }
 
