@@ -130,6 +130,7 @@ def test_table_fits_80_columns_and_says_what_to_take() -> None:
         ("--share 2", "must be above 0 and at most 1"),
         ("-- nowhere.py", "there is no such script"),
         ("--within 1% -- train.py", "a script is only timed"),
+        ("--data-stays -- train.py", "--data-stays: a script is only timed"),
         ("--max-memory 2 -- train.py", "--max-memory: a script is only timed"),
     ],
 )

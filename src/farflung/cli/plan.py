@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 from rich.text import Text
@@ -71,7 +71,7 @@ class MakePlan(OutputOptions):
     loop: Literal["train", "attach", "ddp_hook"] | None = None
     """Loop that is to train: farflung train, or your own with farflung.attach or farflung.ddp_hook; train when not
     given."""
-    data_stays: Annotated[bool | None, tyro.conf.FlagCreatePairsOff] = None
+    data_stays: bool | None = None
     """Leave out recipes that need samples of other replicas."""
     max_memory: float | None = None
     """GiB of each replica, without buffers of messages; recipes that need more are left out."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["render_plan_table"]
 
-RECIPE_WIDTH, WIDTH = 25, 80
+RECIPE_WIDTH, WIDTH = 22, 80
 """Characters of the column of recipes, and of the table."""
 
 
