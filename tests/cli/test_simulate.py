@@ -268,7 +268,7 @@ def test_a_fault_that_ends_the_run_is_named(capsys: pytest.CaptureFixture[str], 
     assert main(["simulate", "--resume", str(out), "--faults", "", "--quiet"]) == 0, "from step 4 on"
     path.write_text('[[fault]]\nkind = "leave"\nrank = 2\nat_step = 5\n')
     assert main(["simulate", *SMALL, "--faults", str(path), "--out", str(tmp_path / "two")]) == 2
-    assert "leave of rank 2 at step 5: virtual time carries" in capsys.readouterr().err
+    assert "leave of rank 2 at step 5: virtual time supports" in capsys.readouterr().err
 
 
 def test_faults_that_never_struck_are_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
