@@ -148,7 +148,7 @@ class Sender:
 
     @property
     def expects_urgent(self) -> bool:
-        """True if a message has overtaken another recently, so that others may be about to."""
+        """True if a message has recently come that is more urgent than queued ones, so that others may be about to."""
         return self.dequeued_nbytes < self._urgent_until_nbytes
 
     def put(self, frames: Sequence[Frame], priority: int, view: int) -> Pending[None]:
@@ -162,6 +162,8 @@ class Sender:
         Returns:
           Done when the last piece has left; for a message without pieces, at once.
         """
+        if any(queue and priority < queue[0][0] for queue in (self._waiting, self._partial)):
+            self._urgent_until_nbytes = self.dequeued_nbytes + URGENT_NBYTES
         message = _OutgoingMessage(frames, view)
         self._order += 1
         heapq.heappush(self._waiting, (priority, self._order, message))
@@ -184,8 +186,6 @@ class Sender:
             small, self._records = list(self._records), []
         while True:
             if is_first_connection and self._should_start_waiting():
-                if self._partial:
-                    self._urgent_until_nbytes = self.dequeued_nbytes + URGENT_NBYTES
                 priority, order, message = heapq.heappop(self._waiting)
                 head = message.frames[0]
                 small += (_RECORD.pack(len(head), RecordKind.HEAD), head)
