@@ -142,7 +142,7 @@ BENCHMARK = Benchmark(
         Group((EXACT, SPEED), exactness, "simulated", 2.0, CANARIES),
         Group((*REGRETS, OVER_MEDIAN, OVER_WORST, COST, INTERVALS), choices, "trainings", 60.0, CANARIES),
         Group((MEDIAN, WORST, ORDER), compare_steps, "measured", 15.0, CANARIES),
-        Group((PROBE_ERROR, PROBED_S), compare_probes, "measured", 4.0, ()),
+        Group((PROBE_ERROR, PROBED_S), compare_probes, "measured", 4.0, CANARIES[:1]),
     ],
     TRAININGS,
 )

@@ -51,7 +51,7 @@ class TcpInfo(NamedTuple):
 class PieceSizer:
     """Size of a connection's pieces by its rate, see :func:`farflung.comm.framing.compute_piece_nbytes`.
 
-    The kernel accepts no more unsent bytes than one piece, so an urgent message waits for hardly more.
+    The kernel accepts more when at most a piece is unsent, or a quarter of one while urgent messages are expected.
 
     Args:
       sock: Socket of the connection.
@@ -118,7 +118,7 @@ class PieceSizer:
         """Adapts the size to whether urgent messages are expected, off loopback."""
         if self.is_adaptive and expects_urgent != self._expects_urgent:
             self._expects_urgent = expects_urgent
-            self._adapt(self._rate_bps)
+            self._set_nbytes(compute_piece_nbytes(self._rate_bps, expects_urgent=expects_urgent))
 
     def _adapt(self, rate_bps: float) -> None:
         """Adapts the size to a rate if it differs by 20 %."""
@@ -129,8 +129,9 @@ class PieceSizer:
 
     def _set_nbytes(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        unsent_nbytes = nbytes // 4 if self._expects_urgent else nbytes
         with suppress(OSError):
-            self._sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, nbytes)
+            self._sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, unsent_nbytes)
 
     def read_tcp_info(self) -> TcpInfo | None:
         """Reads the kernel's measurements of the connection; None except on Linux."""

@@ -132,11 +132,15 @@ class Flows:
         )
         message = _Message(bits, bits, on_arrival)
         self._num_sent += 1
+        heads = [*line.queue[:1], *([] if line.current is None else [line.current])]
+        overtakes = any(priority < head[0] for head in heads)
         heappush(line.queue, (priority, self._num_sent, message))
         if line.current is None:
             self._start_queued(line)
         elif priority < line.current[0]:
             self._yield_to_urgent(line, line.current[2], bits)
+        if overtakes:  # only now, since larger pieces have been handed to the kernel
+            line.urgent_until_bits = line.sent_bits + 8.0 * URGENT_NBYTES / line.path.num_connections
         return message.departure
 
     def _create_queue(self, src: int, dst: int) -> _SendQueue:
@@ -240,9 +244,6 @@ class Flows:
         if message.remaining_bits + in_flight_bits <= urgent_bits:
             return
         sent_bits = message.total_bits - message.remaining_bits - in_flight_bits
-        queue.urgent_until_bits = (
-            queue.sent_bits + sent_bits + 8.0 * URGENT_NBYTES / queue.path.num_connections
-        )
         room_bits = (sent_bits // piece + COMMITTED_PIECES) * piece - sent_bits
         if (
             in_flight_bits > room_bits
