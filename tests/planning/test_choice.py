@@ -10,6 +10,7 @@ import pytest
 
 from farflung.planning.choice import (
     SHRINKS,
+    UNFOUND_FACTOR,
     Pilot,
     PlanRow,
     Search,
@@ -99,9 +100,12 @@ SPENT = ("untried", "the budget is spent")
 @pytest.mark.parametrize(
     ("budget", "good"),
     [
-        ({"budget_steps": 299}, SPENT),  # 100 steps of fast and of the reference, and then 100 of good
-        ({"budget_steps": 899}, SPENT),  # and then 300 of good and of the reference
-        ({"budget_steps": 900}, ("reaches", "")),
+        (
+            {"budget_steps": 149},
+            SPENT,
+        ),  # 100 steps of fast and of the reference, and then 100 of good, of twice as many
+        ({"budget_steps": 449}, SPENT),  # and then 300 of good and of the reference
+        ({"budget_steps": 450}, ("reaches", "")),
         ({"budget_s": 899 * SECONDS}, SPENT),
         ({"budget_s": 901 * SECONDS}, ("reaches", "")),
     ],
@@ -117,8 +121,20 @@ def test_pilot_that_would_exceed_the_budget_is_not_begun(
     assert outcomes["good"] == good
     assert outcomes["reference"] == ("reaches", "")
     steps = sum(steps for _, steps in race.trained)
-    assert steps <= budget.get("budget_steps", math.inf)
+    assert steps <= UNFOUND_FACTOR * budget.get("budget_steps", math.inf)
     assert SECONDS * steps <= budget.get("budget_s", math.inf)
+
+
+def test_default_budget_is_larger_while_nothing_but_the_reference_reaches_the_target() -> None:
+    race = Race(
+        {"reference": 10.0, "dense": 20.0, "first": 1.0, "second": 1.01},
+        {"reference": 0.8, "first": 0.8, "second": 0.8},
+    )
+    outcomes = race.list_outcomes(budget_steps=2 * (100 + 300))
+    assert outcomes["first"] == ("reaches", "")
+    assert outcomes["second"] == SPENT
+    race.scores = {**race.scores, "first": 0.5}
+    assert race.list_outcomes(budget_steps=2 * (100 + 300))["second"] == ("reaches", "")
 
 
 def test_recipe_with_long_blocks_is_not_tried() -> None:

@@ -65,7 +65,7 @@ class MakePlan(OutputOptions):
     """Length of a pilot over that of the training; 0.25 when not given."""
     budget: float | None = None
     """Minutes of this machine's processor for the plan, which no pilot is begun to exceed. When not given, pilots have
-    as many steps as the training, for each seed."""
+    as many steps as the training, for each seed, and twice as many while nothing but the reference is good enough."""
     seeds: tuple[int, ...] | None = None
     """Seeds of the pilots; 0 when not given."""
     loop: Literal["train", "attach", "ddp_hook"] | None = None

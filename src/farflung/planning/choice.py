@@ -30,6 +30,8 @@ SHRINKS = 0.7
 """Factor of a gap, and of the share of the steps that a target takes, when a training is twice as long (measured)."""
 LEAST_STEPS = 0.8
 """Smallest number of steps to a target over those of the reference that any recipe needed (measured)."""
+UNFOUND_FACTOR = 2
+"""Factor of the default budget as long as nothing but the reference is known to reach the target."""
 NUM_TENTHS = 10
 """Number of parts of a training in each of which its loss is bounded."""
 NORMAL_80 = 1.28
@@ -162,7 +164,8 @@ class Search:
       train: Trains pilots of a candidate, one for each seed.
       min_steps: Smallest number of steps of a pilot of each candidate.
       budget_s: Processor seconds of all pilots.
-      budget_steps: Number of steps of all pilots together, if ``budget_s`` is ``None``.
+      budget_steps: Number of steps of all pilots together, if ``budget_s`` is ``None``; :data:`UNFOUND_FACTOR` times as
+        many as long as nothing but the reference is known to reach the target.
       tolerance: Largest accepted gap.
     """
 
@@ -206,7 +209,9 @@ class Search:
             num_seeds * steps * sum((key, steps) not in self._trained for key in (name, self.reference))
         )
         if self.budget_s is None:
-            return self.spent_steps + new_steps <= self.budget_steps
+            others = self.rows.keys() - {self.reference, *self.equals}
+            is_found = any(self.rows[other].status == "reaches" for other in others)
+            return self.spent_steps + new_steps <= self.budget_steps * (1 if is_found else UNFOUND_FACTOR)
         return self._spent_s * (1 + new_steps / max(1, self.spent_steps)) <= self.budget_s
 
     def choose(self) -> str:

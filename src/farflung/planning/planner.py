@@ -172,7 +172,8 @@ def plan(
       target: Score to reach instead, for which synchronous SGD with 16 bits is trained whole.
       share: Length of the main pilot over that of the training.
       budget: Processor minutes of timing and pilots, which no pilot is begun to exceed; by default pilots have as many
-        steps as the training for each seed, beyond the one for ``target``.
+        steps as the training for each seed, beyond the one for ``target``, and twice as many while only the reference
+        is known to reach the target.
       seeds: Seeds of the pilots.
       loop: Loop that is to train: ``train`` for ``farflung train``, ``attach`` or ``ddp_hook``.
       data_stays: True to leave out recipes that need samples of other replicas.

@@ -55,7 +55,7 @@ class CommunicationThread(threading.Thread):
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Calls ``fn`` on this thread; usable from any thread."""
         self._ready.append(fn)
-        # This thread itself runs what is ready after its handlers, and drains no byte before: it must not wait to send one.
+        # This thread runs what is ready after its handlers, and drains no byte before: it must not wait to send one.
         if self._is_sleeping and threading.get_ident() != self.ident:
             self._is_sleeping = False  # one byte is enough to wake it
             self._wakeup_send.send(b"!")
