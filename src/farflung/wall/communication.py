@@ -55,9 +55,8 @@ class CommunicationThread(threading.Thread):
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Calls ``fn`` on this thread; usable from any thread."""
         self._ready.append(fn)
-        # This thread runs what is ready after its handlers, and drains no byte before: it must not wait to send one.
-        if self._is_sleeping and threading.get_ident() != self.ident:
-            self._is_sleeping = False  # one byte is enough to wake it
+        if self._is_sleeping:
+            self._is_sleeping = False  # one byte wakes it; handlers on this thread must not fill the socket
             self._wakeup_send.send(b"!")
 
     def call_at(self, t: float, fn: Callable[[], None]) -> None:
