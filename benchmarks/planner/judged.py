@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 
 from benchmarks.common import Trainings
-from farflung.data import Subset
 from farflung.planning.choice import find_crossing
+from farflung.planning.pilots import slice_test_set
 from farflung.runs import SimulatedConfig, simulate
-from farflung.types import Dataset, Workload
+from farflung.types import Workload
 
 __all__ = ["JUDGED", "NODES", "TASKS", "TRAININGS", "Curve", "Task", "Whole", "steps_to"]
 
@@ -53,24 +53,11 @@ TASKS = {
 """The last one with strict targets. No tolerance is below three standard errors of a score on the test samples."""
 
 
-class _QuarterTested:
-    """Workload with every fourth test sample."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._workload, name)
-
-    def load_datasets(self) -> tuple[Dataset, Dataset]:
-        train, test = self._workload.load_datasets()
-        return train, Subset(test, torch.arange(0, len(test), TEST_STRIDE))
-
-
 @cache
 def _load_workload(name: str) -> Workload:
-    """Returns a workload, whose samples are read once for all trainings of a process."""
-    return cast(Workload, _QuarterTested(SimulatedConfig.resolve({"workload": name}).task))
+    """Returns a workload with a part of its test set, whose samples are read once for all trainings of a process."""
+    workload = SimulatedConfig.resolve({"workload": name}).task
+    return slice_test_set(workload, math.ceil(len(workload.load_datasets()[1]) / TEST_STRIDE))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from farflung.seeding import RandomState, create_generator, derive_seed
 from farflung.telemetry import Event, read_number
 from farflung.types import Dataset, Json, Workload
 
-__all__ = ["train_pilot"]
+__all__ = ["slice_test_set", "train_pilot"]
 
 NUM_EVALUATIONS = 10
 CURVE_SAMPLES, FINAL_SAMPLES = 500, 10_000
@@ -44,7 +44,7 @@ def train_pilot(config: SimulatedConfig, steps: int, seed: int) -> Pilot:
     training = replace(
         scaled.training, seed=seed, evaluate_every=evaluate_every, checkpoint_every=0, on_nonfinite="skip"
     )
-    task = cast(Workload, _SlicedWorkload(config.task))
+    task = slice_test_set(config.task, CURVE_SAMPLES)
     folder, begin_s = TempFolder(), time.process_time()
     pilot = replace(scaled, training=training, task=task, network="loopback")
     run = simulate_prepared(PreparedRun(pilot, RunFolder(folder.path / "run")), should_checkpoint=False)
@@ -67,18 +67,23 @@ def _bound_losses(events: Sequence[Event], steps: int) -> list[float | None]:
     return [fmean(tenth) + 2 * pstdev(tenth) if tenth else None for tenth in tenths]
 
 
+def slice_test_set(workload: Workload, max_samples: int) -> Workload:
+    """Returns a workload with evenly spaced test samples, at most ``max_samples``."""
+    return cast(Workload, _SlicedWorkload(workload, max_samples))
+
+
 class _SlicedWorkload:
     """Workload with a part of the test set."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
+    def __init__(self, workload: Workload, max_samples: int) -> None:
+        self._workload, self._max_samples = workload, max_samples
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workload, name)
 
     def load_datasets(self) -> tuple[Dataset, Dataset]:
         train, test = self._workload.load_datasets()
-        return train, Subset(test, _select_ids(len(test), CURVE_SAMPLES))
+        return train, Subset(test, _select_ids(len(test), self._max_samples))
 
 
 def _select_ids(size: int, count: int) -> Tensor:
