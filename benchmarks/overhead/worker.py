@@ -84,6 +84,7 @@ def main() -> None:
             **sides.said,
         }
         print(json.dumps(said), flush=True)
+    dist.destroy_process_group()  # its threads may not outlive the interpreter
 
 
 @dataclass(frozen=True)
