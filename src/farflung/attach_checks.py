@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from farflung.config import ON_NONFINITE
 from farflung.errors import ConfigError, Unsupported
 from farflung.rates import NoScaling
 from farflung.schedules import SCHEDULES
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_optimizer",
+    "check_options",
     "check_recipe",
     "check_site",
     "check_tensors",
@@ -56,6 +58,25 @@ def describe_attach_support(recipe: Recipe) -> str:
         if parts.stream.has_random_access
         else f"draw batches with stream {recipe.component_texts['stream']}"
     )
+
+
+def check_options(
+    parts: Components, nonfinite: str | None, elastic: int, quorum: str, *, has_sampler: bool
+) -> None:
+    """Checks options of ``attach`` that need neither a model nor other replicas.
+
+    Raises:
+      ConfigError: An option has no such value, or the recipe needs all replicas.
+    """
+    if nonfinite not in (None, *ON_NONFINITE):
+        raise ConfigError(
+            f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"
+        )
+    refusal = parts.reason_all_needed or ("an importance sampler needs all replicas" if has_sampler else "")
+    if elastic and refusal:
+        raise ConfigError(f"attach: elastic: {refusal}")
+    if quorum not in ("majority", "1"):
+        raise ConfigError(f"attach: quorum {quorum!r}: must be 'majority' or '1'")
 
 
 def check_recipe(recipe: Recipe, parts: Components) -> None:

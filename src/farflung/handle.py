@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from farflung.attach_checks import (
     check_optimizer,
+    check_options,
     check_recipe,
     check_site,
     check_tensors,
@@ -29,7 +30,6 @@ from farflung.attach_checks import (
     unwrap_optimizer,
 )
 from farflung.comm import Endpoint, Purpose, find_collective
-from farflung.config import ON_NONFINITE
 from farflung.engine import Engine, GradientBuckets
 from farflung.engine.averaging import (
     average,
@@ -138,17 +138,7 @@ def attach(
     parsed_recipe = parse_recipe(recipe) if isinstance(recipe, str) else recipe
     parts = parsed_recipe.build_components(seed)
     check_recipe(parsed_recipe, parts)
-    if nonfinite not in (None, *ON_NONFINITE):
-        raise ConfigError(
-            f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"
-        )
-    if elastic and (
-        refusal := parts.reason_all_needed
-        or (sampler is not None and "an importance sampler needs all replicas")
-    ):
-        raise ConfigError(f"attach: elastic: {refusal}")
-    if quorum not in ("majority", "1"):
-        raise ConfigError(f"attach: quorum {quorum!r}: must be 'majority' or '1'")
+    check_options(parts, nonfinite, elastic, quorum, has_sampler=sampler is not None)
     check_unwrapped(model, has_site=site is not None)
     own_site = None if site is None else ReplicaSite(site, deadline_s)
     env = launch_env or LaunchEnv.read_site() or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)

@@ -107,7 +107,7 @@ def test_a_device_that_encrypts_where_the_coordinator_does_not_is_refused_alone(
     coordinators, devices = (Endpoint(encrypt=sealed == name) for name in ("coordinator", "device"))
     with start_coordinator(Address("127.0.0.1", 0), "run", coordinators) as (_, at):
         with (
-            pytest.raises(ConfigError, match=r"refuses this device: rank . listens on its own machine alone"),
+            pytest.raises(ConfigError, match=r"refuses this device: rank . listens only on its own machine"),
             connect_device(at, devices, patience_s=PATIENCE_S),
         ):
             pytest.fail("it is in")

@@ -597,7 +597,7 @@ def test_a_replica_that_only_its_own_machine_reaches_is_told() -> None:
         lambda: WallRuntime(1, 2, store, connect_timeout_s=0.5), impostor(store, 0, 2, peer)
     )
     assert isinstance(error, DeadlinePassed)
-    assert f"tcp://127.0.0.1:1 is reached from node-a alone, and this is {socket.gethostname()}" in str(error)
+    assert f"tcp://127.0.0.1:1 is reached only from node-a, and this is {socket.gethostname()}" in str(error)
     assert "set MASTER_ADDR" in str(error)
 
 

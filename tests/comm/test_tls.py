@@ -129,7 +129,7 @@ def test_a_replica_that_does_not_encrypt_is_named() -> None:
     )
     for error in results:
         assert isinstance(error, ConfigError)
-        assert "rank 0 listens on its own machine alone (tcp://127.0.0.1:" in str(error)
+        assert "rank 0 listens only on its own machine (tcp://127.0.0.1:" in str(error)
         assert "rank 1 encrypts" in str(error)
         assert "set MASTER_ADDR (--master-addr) to an address of rank 0's machine that all" in str(error)
         assert "a name that /etc/hosts maps to 127.0.1.1 there" in str(error)

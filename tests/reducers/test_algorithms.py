@@ -16,6 +16,7 @@ from farflung.codecs import (
     Identity,
     Int8,
     RandomK,
+    RoutedCodec,
     Sign,
     TopK,
     Truncate16,
@@ -88,6 +89,44 @@ def test_two_phases_send_no_more_with_more_replicas(size: int) -> None:
     _, two, _ = once(CodecReducer(TopK(0.01), phases="two"), grads)
     assert gathered == [(size - 1) * (payload + SIDE)] * size
     assert two == [2 * (size - 1) * payload // size + (size - 1) * SIDE] * size
+
+
+@pytest.mark.parametrize("codec", [QSGD(bits=4), Sign(), Int8(), by_size(error_feedback(Sign()), error_feedback(QSGD()), 5)])
+def test_auto_takes_two_phases_for_long_tensors_with_error_feedback(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farflung.reducers.codec.TWO_PHASES_NUMEL", 8000)
+    grads = [torch.randn(8000, generator=create_generator(3, rank)) for rank in range(4)]
+    codec = codec if isinstance(codec, RoutedCodec) else error_feedback(codec)
+    for size, numel, phases in ((4, 8000, "two"), (2, 8000, "gather"), (4, 7999, "gather")):
+        parts = [grad[:numel] for grad in grads[:size]]
+        (chosen, nbytes, _), (wanted, wanted_nbytes, _) = (
+            once(CodecReducer(codec, phases=how), parts) for how in ("auto", phases)
+        )
+        assert nbytes == wanted_nbytes
+        assert same_bits(chosen[0].mean, wanted[0].mean)
+
+
+@pytest.mark.parametrize(
+    "codec", [error_feedback(TopK(0.01)), error_feedback(chain(TopK(0.3), Int8())), QSGD()]
+)
+def test_auto_gathers_selected_entries_and_noise(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farflung.reducers.codec.TWO_PHASES_NUMEL", 1)
+    grads = [gradient(rank, 0) for rank in range(3)]
+    assert once(CodecReducer(codec), grads)[1] == once(CodecReducer(codec, phases="gather"), grads)[1]
+
+
+@pytest.mark.parametrize("phases", ["gather", "two", "hops"])
+def test_residuals_fade_by_the_decay(phases: Literal["gather", "two", "hops"]) -> None:
+    def make(rank: int, step: int) -> Tensor:
+        return gradient(rank, 0) * (step == 0)
+
+    reducer = CodecReducer(error_feedback(TopK(0.1), decay=0.5), phases=phases)
+    first, second = (run(reducer, 2, steps, make=make) for steps in (1, 2))
+    kept, kept_later = (torch.stack([left(replica) for replica in group]).sum(0) for group in (first, second))
+    sent = sum(WEIGHTS[:2]) * second[0].results[1].mean.double()
+    assert kept.norm() > 0.01
+    torch.testing.assert_close(sent + kept_later, 0.5 * kept)
 
 
 @pytest.mark.parametrize(

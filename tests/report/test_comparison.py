@@ -138,7 +138,11 @@ def test_recipes_can_be_told_apart_and_no_figure_is_cut(
     )
     headings = [" ".join(filter(None, words)) for words in zip(*head, strict=True)]
     text = "\n".join(lines)
-    left_out = " ".join(text.partition("Columns that do not fit: ")[2].split()).rstrip(".").split(", ")
+    left_out = (
+        " ".join(text.partition("More in a wider terminal or with --json: ")[2].split())
+        .rstrip(".")
+        .split(", ")
+    )
     assert {*headings} | {*left_out} - {""} >= FIGURES.keys()
     assert not {*headings} & {*left_out}
     assert left_out == [""] or width < 160

@@ -9,14 +9,14 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import tyro
 from typing_extensions import override
 
 from farflung.cli.output import create_stdout_console, print_files
 from farflung.errors import ConfigError, DataError, FarflungError
-from farflung.files import parse_json, read_text, wrap_read_errors, write_text
+from farflung.files import wrap_read_errors, write_text
+from farflung.planning import Plan
 from farflung.report import ReportedRun, build_plan_data, build_report_data, render_report_page, shorten_names
 from farflung.runs import RunFolder
 from farflung.runs.stopping import handle_stop_signals
@@ -80,9 +80,7 @@ def load_report_data(folders: Sequence[Path], *, is_live: bool = False) -> dict[
       BadInput: A folder has no run, or a damaged one.
     """
     if len(folders) == 1 and (plan_path := folders[0] / "plan.json").exists():
-        with wrap_read_errors(plan_path, "not a plan of farflung plan", DataError):
-            plan: Any = parse_json(read_text(plan_path))
-            return build_plan_data(plan)
+        return build_plan_data(Plan.load(plan_path))
     runs = []
     stored = [RunFolder(path) for path in folders]
     settings = [files.load_config() for files in stored]
@@ -101,7 +99,7 @@ def load_report_data(folders: Sequence[Path], *, is_live: bool = False) -> dict[
 
 
 class PageServer(ThreadingHTTPServer):
-    """Server of a run's page for this machine alone, which reads the figures anew for each request.
+    """Server of a run's page for this machine only, which reads the figures anew for each request.
 
     Args:
       folder: Folder of the run.

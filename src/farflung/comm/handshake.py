@@ -1,7 +1,7 @@
 """Handshake: connections of one process, accepted or made, that are not authenticated yet.
 
 Each begins with an introduction. The acceptor sends a nonce. The dialer answers with its rank and a proof that
-it knows the tokens of both, which the run's store reveals to the run's processes alone. The acceptor proves the
+it knows the tokens of both, which the run's store reveals only to the run's processes. The acceptor proves the
 same. With keys all of this is inside TLS, and the other end's certificate must be byte for byte the one
 published for its rank: that the certificate verifies is not enough.
 
@@ -51,7 +51,7 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def _compute_proof(nonce: bytes, sender_token: bytes, receiver_token: bytes, *numbers: int) -> bytes:
-    """Computes the proof, for one process and this connection alone, that the sender knows both tokens."""
+    """Computes the proof, for one process and only this connection, that the sender knows both tokens."""
     return hmac.digest(
         receiver_token, nonce + sender_token + struct.pack(f"<{len(numbers)}I", *numbers), "sha256"
     )

@@ -224,7 +224,7 @@ class ViewMembers:
         peer, host = self.routes.get_peer(rank), self.transport.local_peer.machine
         if peer.machine is not None and host is not None and peer.machine != host:
             detail = (
-                f": {peer.address} is reached from {peer.machine} alone, and this is {host}: "
+                f": {peer.address} is reached only from {peer.machine}, and this is {host}: "
                 f"{explain_reachability()}"
             )
         elif self.transport.has_failed_auth(rank):

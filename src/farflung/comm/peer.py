@@ -118,7 +118,7 @@ def check_peers(local_peer: Peer, peers: Sequence[Peer], keys: Keys | None) -> N
         if (local_peer.key is None) != (peer.key is None):
             plain, encrypting = (local_peer, peer) if local_peer.key is None else (peer, local_peer)
             raise ConfigError(
-                f"rank {plain.rank} listens on its own machine alone ({plain.address_text}), rank "
+                f"rank {plain.rank} listens only on its own machine ({plain.address_text}), rank "
                 f"{encrypting.rank} encrypts "
                 f"({encrypting.address_text}): {explain_reachability()}"
             )

@@ -1,7 +1,7 @@
 """Visits: a process that is not a member of a run asks a member a question, at that member's port.
 
 A supervisor brings a certificate; a replica asks to join. Both ends prove by HMAC that they know the run's key,
-for this connection alone. If the run encrypts, this is inside TLS. Neither end knows a certificate of the
+for this connection only. If the run encrypts, this is inside TLS. Neither end knows a certificate of the
 other, so the proofs cover the member's certificate too (``tls-server-end-point`` of RFC 5929): a machine in the
 middle would have to show another one.
 """

@@ -2,7 +2,8 @@
 
 from farflung.planning.auto import AUTO_RECIPE, choose_recipe
 from farflung.planning.choice import PlanRow
-from farflung.planning.planner import Plan, plan, plan_script
+from farflung.planning.planner import plan, plan_script
+from farflung.planning.result import Plan
 from farflung.planning.timing import Pace, time_recipe
 from farflung.planning.watch import PlanWatch
 

@@ -1,44 +1,43 @@
-"""Plan of a training: which recipe reaches a target first on a network, and in what time."""
+"""Planning of a training: times of recipes, pilots, and the choice."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from farflung.attach_checks import describe_attach_support
 from farflung.calibration import measure_step_nbytes
 from farflung.devices import DeviceProfile
-from farflung.errors import ConfigError, MissingExtra, Unsupported
-from farflung.files import RunFiles, lock_folder, wrap_write_errors, write_json
+from farflung.errors import ConfigError, Unsupported
+from farflung.files import (
+    RunFiles,
+    lock_folder,
+    wrap_write_errors,
+    write_json,
+)
 from farflung.network import NetworkProfile
 from farflung.planning.choice import RUNGS, Pilot, PlanRow, Search
 from farflung.planning.pilots import train_pilot
+from farflung.planning.result import Plan, explain_refusal, parse_components
 from farflung.planning.script import record_script
-from farflung.planning.table import render_plan_table
 from farflung.planning.timing import Pace, time_recipe
-from farflung.recipes import Recipe, parse_recipe
 from farflung.recipes.planned import CANDIDATES, REFERENCE
-from farflung.report import render_lines, render_text
 from farflung.runs import DEFAULT_DEVICE, DEFAULT_NETWORK, RunConfig, SimulatedConfig
-from farflung.runs.config import parse_variant
 from farflung.runs.folder import TempFolder
 from farflung.types import Json, Workload
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    pass
 
-__all__ = ["Plan", "parse_components", "plan", "plan_script"]
+__all__ = ["OnPart", "ignore_part", "plan", "plan_script"]
 
 Networks: TypeAlias = str | NetworkProfile | Sequence[str | NetworkProfile]
 OnPart: TypeAlias = Callable[[str, int], None]
@@ -48,96 +47,12 @@ SHARE = 0.25
 """Default length of the main pilot over that of the training."""
 RESOLUTION_FACTOR = 1.5
 """Default tolerance over the smallest one that the test set can tell, which is two standard errors."""
-SIMILAR = 1.1
-"""Ratio of times up to which the simulator cannot say which recipe is faster."""
 GIB = 1 << 30
 
 
 def ignore_part(name: str, num_left: int) -> None:
     """Ignores the progress of a plan, as the default callback."""
     del name, num_left
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Recipe that reaches a target first, printed as a table, or as lines if rich is not installed.
-
-    What a recorded script learns is not known: its recipes are only timed, and none is chosen.
-
-    Args:
-      rows: Figures of each recipe, the fastest first; those that were not timed last.
-      choice: Row of the recipe to take; ``None`` for a script.
-      reference: Recipe whose score at the end is the target, less the tolerance.
-      tolerance: Tolerance of the score.
-      steps: Steps of the training.
-      pilots: Steps of all pilots over those of the training.
-      settings: Settings of the training that are not defaults.
-      is_accuracy: True if scores are shares of right answers.
-    """
-
-    rows: Sequence[PlanRow]
-    choice: PlanRow | None
-    reference: str
-    tolerance: float
-    steps: int
-    pilots: float
-    settings: Mapping[str, Json]
-    is_accuracy: bool
-
-    @property
-    def command(self) -> str:
-        """Command that trains with the chosen recipe; empty without a choice."""
-        if self.choice is None:
-            return ""
-        options = {**self.settings, "recipe": self.choice.recipe, "steps": self.steps}
-        words = ["farflung train"]
-        for name, value in options.items():
-            words.append(
-                f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
-            )
-        return " ".join(words)
-
-    @property
-    def attach_line(self) -> str:
-        """Line that trains with the chosen recipe in a loop of one's own; empty if there is none."""
-        if self.choice is None:
-            return ""
-        recipe, changes = parse_components(self.choice.recipe)
-        if _explain_refusal(recipe, "attach"):
-            return ""
-        note = f"  # with optimizer {changes['optimizer']}" if "optimizer" in changes else ""
-        return f'farflung.attach(model, optimizer, "{recipe.text}"){note}'
-
-    @property
-    def similar(self) -> list[PlanRow]:
-        """Other recipes that may be as fast as the chosen one, as far as the simulator can say."""
-        best_s = SIMILAR * (self.choice.high_s or 0.0) if self.choice else 0.0
-        return [row for row in self.rows if row is not self.choice and row.high_s and row.high_s <= best_s]
-
-    def to_json(self) -> dict[str, Json]:
-        """Returns the plan as JSON."""
-        return {
-            "choice": self.choice.recipe if self.choice else None,
-            "command": self.command,
-            "attach": self.attach_line,
-            "reference": self.reference,
-            "tolerance": self.tolerance,
-            "steps": self.steps,
-            "pilots": self.pilots,
-            "settings": dict(self.settings),
-            "rows": [{**asdict(row), "uncharged": [*row.uncharged]} for row in self.rows],
-        }
-
-    def build_table(self) -> Table:
-        """Builds the table of the recipes, with advice below."""
-        return render_plan_table(self)
-
-    @override
-    def __str__(self) -> str:
-        try:
-            return render_text(self.build_table())
-        except MissingExtra:
-            return "\n\n".join(render_lines(asdict(row)) for row in self.rows)
 
 
 def plan(
@@ -199,7 +114,7 @@ def plan(
         for number, (text, config) in enumerate(configs.items()):
             on_part(f"timing {text}", len(configs) - number + max_pilots * len(configs))
             rows[text] = _time_recipe(
-                folder, text, config, networks, _explain_refusal(config.recipe, loop, data_stays)
+                folder, text, config, networks, explain_refusal(config.recipe, loop, data_stays)
             )
             if max_memory is not None:
                 rows[text] = _drop_large(rows[text], config, max_memory)
@@ -279,7 +194,7 @@ def plan_script(
     configs, rows = _resolve_candidates(recipes, networks, base), list[PlanRow]()
     for number, (text, config) in enumerate(configs.items()):
         on_part(f"recording and timing {text}", len(configs) - number)
-        reason, changes = _explain_refusal(config.recipe, "attach"), parse_components(text)[1]
+        reason, changes = explain_refusal(config.recipe, "attach"), parse_components(text)[1]
         if changes:
             reason = (
                 f"the loop has its own {' and '.join(changes)}: set that there, and name the recipe alone"
@@ -292,13 +207,6 @@ def plan_script(
             reason = str(error)
         rows.append(_time_recipe(scratch.path, text, replace(config, device=own_device), networks, reason))
     return Plan(_sort_rows(rows), None, REFERENCE, 0.0, configs[REFERENCE].steps, 0.0, {}, is_accuracy=False)
-
-
-def parse_components(text: str) -> tuple[Recipe, dict[str, Json]]:
-    """Parses a recipe with changes into the recipe, and those of its changes that are settings of the training."""
-    changes = parse_variant(text)
-    components = {name: changes.pop(name) for name in Recipe().settings if name in changes}
-    return parse_recipe(str(changes.pop("recipe"))).with_components(**components), changes
 
 
 def _list_networks(networks: Networks) -> list[str | NetworkProfile]:
@@ -353,18 +261,6 @@ def _learns_like_reference(config: SimulatedConfig) -> bool:
         "schedule": "synchronous",
         "sampler": "uniform",
     } and texts["codec"] in ("identity", "truncate16")
-
-
-def _explain_refusal(recipe: Recipe, loop: str, data_stays: bool = False) -> str:
-    """Returns why a loop cannot follow a recipe; empty if it can."""
-    support, parts = describe_attach_support(recipe), recipe.build_components(0)
-    if loop != "train" and support != "yes":
-        return f"{loop} cannot follow it: {support.removeprefix('no: ')}"
-    if loop == "ddp_hook" and not parts.schedule.is_synchronous:
-        return "ddp_hook takes codecs and reducers of synchronous recipes"
-    if data_stays and (parts.sharing.has_data_transfers or parts.sampler.is_balanced):
-        return "it needs samples of other replicas, and data stays"
-    return ""
 
 
 def _time_recipe(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from farflung.planning.choice import PlanRow
-    from farflung.planning.planner import Plan
+    from farflung.planning.result import Plan
 
 __all__ = ["render_plan_table"]
 
@@ -30,7 +30,7 @@ def render_plan_table(plan: Plan) -> Table:
     if plan.choice is not None:
         unit = " points" if plan.is_accuracy else ""
         less = f"{_format_gap(plan.tolerance, plan.is_accuracy)}{unit}"
-        title = f"Simulated. For what {plan.reference} comes to in {plan.steps:,} steps, less {less}."
+        title = f"Simulated. Target: the score of {plan.reference} after {plan.steps:,} steps, less {less}."
     table = create_table(title, caption_justify="left")
     from rich import box
     from rich.filesize import decimal

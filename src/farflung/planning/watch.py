@@ -6,13 +6,10 @@ import shlex
 from collections import deque
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from farflung.errors import ConfigError, DataError
-from farflung.files import parse_json, read_text, wrap_read_errors
+from farflung.errors import ConfigError
 from farflung.planning.choice import NUM_TENTHS
-from farflung.planning.planner import parse_components
-from farflung.planning.timing import Pace
+from farflung.planning.result import Plan, parse_components
 from farflung.report.tables import format_duration
 from farflung.runs import RunConfig
 from farflung.telemetry import Event, Sink, read_number
@@ -38,11 +35,8 @@ class PlanWatch:
     """
 
     def __init__(self, path: Path, config: RunConfig, folder: Path) -> None:
-        with wrap_read_errors(path, "not a plan of farflung plan", DataError):
-            plan: Any = parse_json(read_text(path))
-            planned = {**plan["settings"], "steps": plan["steps"]}
-            rows = sorted(plan["rows"], key=lambda row: row["recipe"] != plan["choice"])
-            recipes = [parse_components(row["recipe"])[0].component_texts for row in rows]
+        plan = Plan.load(path)
+        planned = {**plan.settings, "steps": plan.steps}
         for name in ("workload", "workers", "steps"):
             if planned[name] != getattr(config, name):
                 raise ConfigError(
@@ -50,19 +44,17 @@ class PlanWatch:
                     f"{getattr(config, name)}"
                 )
         own = [
-            row for row, texts in zip(rows, recipes, strict=True) if texts == config.recipe.component_texts
+            row
+            for row in sorted(plan.rows, key=lambda row: row is not plan.choice)
+            if parse_components(row.recipe)[0].component_texts == config.recipe.component_texts
         ]
-        if not own or own[0]["pace"] is None:
+        if not own or own[0].pace is None:
             raise ConfigError(f"--plan {path}: it has no times of recipe {config.recipe.text}")
-        self._steps, self._pace, self._loss_bounds = (
-            config.steps,
-            Pace(**own[0]["pace"]),
-            own[0]["loss_bounds"],
-        )
-        others = [row for row in rows if row["high_s"] is not None and row not in own]
+        self._steps, self._pace, self._loss_bounds = config.steps, own[0].pace, own[0].loss_bounds
+        others = {row.high_s: row.recipe for row in plan.rows if row.high_s is not None and row not in own}
         self._advice = ""
         if others:
-            other = shlex.quote(min(others, key=lambda row: row["high_s"])["recipe"])
+            other = shlex.quote(others[min(others)])
             self._advice = f"; to go on with another: farflung train --resume {folder} --recipe {other}"
         self._window: deque[Event] = deque(maxlen=WINDOW)
         self._is_outside = False

@@ -15,6 +15,7 @@ from farflung.codecs.base import TransformCodec, accumulate, get_nested_state
 from farflung.codecs.feedback import with_residual
 from farflung.comm import Coding
 from farflung.comm.collectives.segments import cut_segments, list_peers, sum_in_order
+from farflung.comm.pool import allocate_like
 from farflung.comm.staging import copy_to_device
 from farflung.errors import Unsupported
 from farflung.reducers.base import clamp_finite
@@ -213,10 +214,10 @@ def start_hops(
     References: Li et al. 2018 (Pipe-SGD), compression inside AllReduce; error feedback on hops is our choice.
     """
     inner, unsent = strip_feedback(codec), None
-    if inner is not codec:
+    if isinstance(codec, ErrorFeedback):
         residual = state.local["residual"]
         exchange.channel.charge("add", tensor.numel())
-        tensor.add_(residual.to(tensor.device))
+        tensor.add_(residual.to(tensor.device), alpha=codec.decay)
         unsent, state = torch.zeros_like(tensor), with_residual(state, torch.zeros_like(residual))
     coding = Coding(inner, seeds, exchange.step, unsent, method)
 
@@ -243,12 +244,13 @@ def start_two_phases(
     owner's residual is our choice.
     """
     channel, inner = exchange.channel, strip_feedback(codec)
-    rank, size, has_feedback = channel.rank, channel.size, inner is not codec
+    rank, size, has_feedback = channel.rank, channel.size, isinstance(codec, ErrorFeedback)
     coding = Coding(inner, seeds, exchange.step)
     segments, inputs = cut_segments(tensor.numel(), size), tensor
-    if has_feedback:
+    if isinstance(codec, ErrorFeedback):
         channel.charge("add", tensor.numel())
-        inputs = sum_in_order([tensor, state.local["residual"].to(tensor.device)])
+        residual = state.local["residual"].to(tensor.device)
+        inputs = torch.add(tensor, residual, alpha=codec.decay, out=allocate_like(tensor))
 
     def encode(part: Tensor, segment: Segment, count: int) -> Payload:
         channel.charge("encode", segment.length, method)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from farflung.codecs import CodecRoute, Identity, RoutedCodec
+from farflung.codecs import QSGD, CodecRoute, ErrorFeedback, Identity, Int8, RoutedCodec, Sign
 from farflung.codecs.base import check_codecs, get_nested_state, list_summed_specs, with_nested_state
 from farflung.codecs.routed import gather_runs, scatter_runs
 from farflung.comm import find_collective
@@ -52,6 +52,10 @@ from farflung.types import (
 
 __all__ = ["CodecReducer"]
 
+TWO_PHASES_NUMEL = 1 << 21
+"""Length of a tensor from which ``auto`` takes two phases: with 4 bits a payload of 1 MB, so that bytes count more than
+delays (our choice)."""
+
 
 @dataclass(frozen=True, slots=True)
 class CodecReducer(Reducer):
@@ -72,7 +76,8 @@ class CodecReducer(Reducer):
         * ``"gather"``: encoded once and sent to all, in one delay; traffic grows with the number of ranks.
         * ``"two"``: shards go to owners, which sum and encode again; two delays, and traffic does not grow.
         * ``"hops"``: partial sums are encoded again on every hop of the collective; a single replica sends nothing.
-        * ``"auto"``: hops if :attr:`farflung.types.Codec.can_requantize`, else gather.
+        * ``"auto"``: hops if :attr:`farflung.types.Codec.can_requantize`; two phases for error feedback around a codec
+          that keeps every entry, between three or more ranks, from :data:`TWO_PHASES_NUMEL` numbers on; else gather.
 
     Raises:
       UnknownName: There is no such collective.
@@ -148,7 +153,7 @@ class CodecReducer(Reducer):
             return self._start_routes(exchange, codec, state, tensor, seeds)
         if isinstance(codec, Identity):  # of some parameters alone
             return StartedAggregation(state, partial(exchange.sum_dense, tensor))
-        path = self._choose_phases(codec, state)
+        path = self._choose_phases(codec, state, tensor.numel(), exchange.channel.size)
         if path == "two" and exchange.channel.size > 1:
             method = format_codec(strip_feedback(codec))
             return start_two_phases(exchange, codec, method, state, tensor, seeds)
@@ -186,12 +191,14 @@ class CodecReducer(Reducer):
         states = {route.name: path.state for route, path in paths}
         return StartedAggregation(codec.with_states(state, states), finish, learn)
 
-    def _choose_phases(self, codec: Codec, state: CodecState) -> str:
+    def _choose_phases(self, codec: Codec, state: CodecState, numel: int, size: int) -> str:
         if codec.is_linear(state):
             return "linear"
-        if self.phases == "auto":
-            return "hops" if codec.can_requantize else "gather"
-        return self.phases
+        if self.phases != "auto":
+            return self.phases
+        if _has_quantizer(codec) and numel >= TWO_PHASES_NUMEL and size > 2:
+            return "two"
+        return "hops" if codec.can_requantize else "gather"
 
     def _check(self, codec: Codec, state: CodecState) -> None:
         is_by_backend = find_collective(self.collective).is_native
@@ -205,7 +212,7 @@ class CodecReducer(Reducer):
             for route in routes:
                 self._check(route.codec, route.state)
             return
-        path = self._choose_phases(codec, state)
+        path = self._choose_phases(codec, state, numel=0, size=1)
         if path == "linear":
             return
         if is_by_backend:
@@ -217,8 +224,8 @@ class CodecReducer(Reducer):
 
     @property
     def _needs_segment_seeds(self) -> bool:
-        """Returns True if segments need seeds; codecs that ``auto`` sends by hops are stateless."""
-        return self.phases in ("two", "hops")
+        """Returns True if segments may need seeds; codecs that ``auto`` sends by hops are stateless."""
+        return self.phases in ("two", "hops") or (self.phases == "auto" and _has_quantizer(self.codec))
 
     def _unwrap_state(self, state: CodecState) -> tuple[CodecState, Seeds]:
         """Returns the state of the codec, and the seeds for segments."""
@@ -228,6 +235,16 @@ class CodecReducer(Reducer):
 
     def _wrap_state(self, state: CodecState, inner: CodecState) -> CodecState:
         return with_nested_state(state, "codec", inner) if self._needs_segment_seeds else inner
+
+
+def _has_quantizer(codec: Codec) -> bool:
+    """Returns True for error feedback around a codec that keeps every entry, also of one route only.
+
+    Without error feedback a second encoding adds to the noise, and one of a sum of selected entries drops some.
+    """
+    if isinstance(codec, RoutedCodec):
+        return any(map(_has_quantizer, codec.codecs.values()))
+    return isinstance(codec, ErrorFeedback) and isinstance(codec.codec, Int8 | QSGD | Sign)
 
 
 def _iter_summed_nbytes(codec: Codec, spec: TensorSpec) -> Iterator[int]:

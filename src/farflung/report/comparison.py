@@ -208,7 +208,9 @@ def render_comparison_table(rows: Sequence[ComparisonRow], target: float, width:
     widths, dropped = _fit_columns(columns, width)
     table.title = Text("\n".join(title))
     table.min_width = min(width, max(map(len, title)))
-    table.caption = Text(f"Columns that do not fit: {', '.join(dropped)}.") if dropped else None
+    table.caption = (
+        Text(f"More in a wider terminal or with --json: {', '.join(dropped)}.") if dropped else None
+    )
     for column, chars in widths.items():
         style = "bold" if column == "recipe" else None
         table.add_column(

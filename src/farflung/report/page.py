@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import takewhile
 from statistics import fmean, median
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from farflung.report.trace import BACKGROUND_EVENTS, STEP_PARTS
 from farflung.report.traffic import read_traffic
 from farflung.telemetry import Event, read_number
 from farflung.types import Json
+
+if TYPE_CHECKING:
+    from farflung.planning import Plan
 
 __all__ = ["ReportedRun", "build_plan_data", "build_report_data", "render_report_page", "shorten_names"]
 
@@ -503,18 +506,13 @@ def build_report_data(runs: Sequence[ReportedRun], *, is_live: bool = False) -> 
     return data
 
 
-def build_plan_data(plan: Mapping[str, Any]) -> dict[str, Json]:
-    """Builds the data of the page of a plan: bars from the lower to the upper bound of each time, and a table.
-
-    Args:
-      plan: Content of the plan's file.
-
-    Raises:
-      KeyError: A field is missing.
-    """
-    bounded = [row for row in plan["rows"] if row["high_s"] is not None]
-    bars: list[Json] = [[row["recipe"], low := row["low_s"] or 0.0, row["high_s"] - low] for row in bounded]
+def build_plan_data(plan: Plan) -> dict[str, Json]:
+    """Builds the data of the page of a plan: bars from the lower to the upper bound of each time, and a table."""
+    bars: list[Json] = [
+        [row.recipe, low := row.low_s or 0.0, row.high_s - low] for row in plan.rows if row.high_s is not None
+    ]
     fields = (
+        "recipe",
         "network",
         "step_s",
         "waiting",
@@ -536,13 +534,11 @@ def build_plan_data(plan: Mapping[str, Any]) -> dict[str, Json]:
             "columns": ["recipe", "up to the lower bound (s)", "from there to the upper bound (s)"],
             "rows": bars,
         },
-        _build_table(
-            "All recipes", columns, [[row["recipe"], *map(row.get, fields)] for row in plan["rows"]]
-        ),
+        _build_table("All recipes", columns, [[getattr(row, name) for name in fields] for row in plan.rows]),
     ]
     return {
-        "title": f"plan: {plan['settings']['workload']}, {plan['steps']:,} steps",
-        "state": f"take {plan['choice']}",
+        "title": f"plan: {plan.settings['workload']}, {plan.steps:,} steps",
+        "state": f"take {plan.choice.recipe}" if plan.choice else "",
         "simulated": "All times are simulated.",
         "runs": [],
         "live": False,

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from farflung.calibration import count_forward_flops
 from farflung.comm import find_collective
 from farflung.comm.visits import Access
+from farflung.decisions import DecisionLog
 from farflung.devices import find_device
 from farflung.engine import select_device
 from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, ReplicaLeft, RunLost
@@ -116,15 +117,6 @@ def train_replica(
         else:
             leave()
 
-    def publish(access: Access) -> None:
-        """Writes key and addresses of the run to a file that only its owner can read."""
-
-        def write(partial: Path) -> None:
-            partial.touch(mode=0o600)
-            partial.write_text(json.dumps(access.to_json()), encoding="utf-8")
-
-        write_atomically(files.path / KEY_FILE, write)
-
     def leave() -> None:
         if elastic is not None and not leave_requested.is_set():
             threading.Thread(target=elastic.leave).start()
@@ -132,9 +124,6 @@ def train_replica(
 
     threads = config.threads or (1 if env.local_size > 1 else torch.get_num_threads())
     decisions = files.create_decision_log()
-    pace_profile = (
-        find_device(options.pace, forward_flops=count_forward_flops(config.task)) if options.pace else None
-    )
     with ExitStack() as stack:
         stack.enter_context(limit_threads(threads))
         stack.enter_context(handle_stop_signals(request_stop))
@@ -146,28 +135,7 @@ def train_replica(
         system = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         telemetry.emit("hello", pid=os.getpid(), threads=threads, machine=system, versions=versions)
-        store = (
-            None
-            if guest
-            else run.store or replace(env, size=max(size, config.max_ranks)).connect_store(CONNECT_TIMEOUT_S)
-        )
-        runtime = WallRuntime(
-            rank,
-            config.max_ranks if config.elastic else size,
-            store,
-            meeting=_MEETING,
-            advice=str(files.path),
-            endpoint=replace(options.endpoint.resolve_interface(env.find_address), encrypt=config.encrypt),
-            settings={**config.to_json(), "model": config.compute_model_hash()},
-            deadline_s=config.deadline,
-            members=({rank} if guest else range(size)) if config.elastic else None,
-            announce=(lambda own_rank: [own_rank]) if guest else None,
-            max_unreceived_nbytes=math.inf if config.elastic else None,
-            is_native=find_collective(config.recipe.collective).is_native,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
-            decisions=decisions,
-            pace=Pace(pace_profile, rank, config.seed) if pace_profile else None,
-        )
+        runtime = _create_runtime(run, env, guest, decisions)
         has_met = True
         try:
             if guest is not None:
@@ -191,19 +159,13 @@ def train_replica(
             replica = make()
             if not replica.components.sharing.has_data_transfers:
                 runtime.limit_messages(chain(replica.model.parameters(), replica.model.buffers()))
-            network_name = os.environ.get(NETWORK_VARIABLE)
-            profile = find_network(network_name) if network_name else None
-            settle = partial(runtime.resolve_collective, network=profile)
             start = checkpoints.find_newest() if files.is_resumed and guest is None else 0
             collective = config.recipe.collective
             if guest is None:
-                comm = runtime.comm
-                if size < comm.size:  # later joiners are not present yet
-                    runtime.comm = cast("WallCommunicator", Subgroup(comm, range(size)))
-                collective = resolve_run_collective(settle, config.recipe, replica, start)
-                comm.auto_collectives, runtime.comm = runtime.comm.auto_collectives, comm
+                collective = _resolve_collective(runtime, config, replica, size, start)
             if config.elastic:
                 can_grow = config.max_ranks > config.workers
+                publish = partial(_publish_access, files.path / KEY_FILE)
                 takes = JoinTerms(config.to_json(), config.max_ranks, publish) if can_grow else None
                 elastic = runtime.elastic = create_elastic(
                     runtime,
@@ -250,6 +212,61 @@ def train_replica(
     if is_first:
         write_json(files.summary_path, summary)
     return run.build_result(summary)
+
+
+def _create_runtime(
+    run: PreparedRun[RunConfig], env: LaunchEnv, guest: JoinClient | None, decisions: DecisionLog
+) -> WallRuntime:
+    """Connects this process with the replicas that are present from the start, or starts it alone for a guest."""
+    config, options, store, pace = run.config, run.options, None, None
+    if guest is None:
+        of_all = replace(env, size=max(env.size, config.max_ranks))
+        store = run.store or of_all.connect_store(CONNECT_TIMEOUT_S)
+    if options.pace:
+        profile = find_device(options.pace, forward_flops=count_forward_flops(config.task))
+        pace = Pace(profile, env.rank, config.seed)
+    return WallRuntime(
+        env.rank,
+        config.max_ranks if config.elastic else env.size,
+        store,
+        meeting=_MEETING,
+        advice=str(run.files.path),
+        endpoint=replace(options.endpoint.resolve_interface(env.find_address), encrypt=config.encrypt),
+        settings={**config.to_json(), "model": config.compute_model_hash()},
+        deadline_s=config.deadline,
+        members=({env.rank} if guest else range(env.size)) if config.elastic else None,
+        announce=(lambda own_rank: [own_rank]) if guest else None,
+        max_unreceived_nbytes=math.inf if config.elastic else None,
+        is_native=find_collective(config.recipe.collective).is_native,
+        connect_timeout_s=CONNECT_TIMEOUT_S,
+        decisions=decisions,
+        pace=pace,
+    )
+
+
+def _resolve_collective(
+    runtime: WallRuntime, config: RunConfig, replica: Replica, size: int, start: int
+) -> str:
+    """Agrees on the collective with the replicas that are present from the start."""
+    network_name = os.environ.get(NETWORK_VARIABLE)
+    profile = find_network(network_name) if network_name else None
+    comm = runtime.comm
+    if size < comm.size:  # later joiners are not present yet
+        runtime.comm = cast("WallCommunicator", Subgroup(comm, range(size)))
+    resolve = partial(runtime.resolve_collective, network=profile)
+    collective = resolve_run_collective(resolve, config.recipe, replica, start)
+    comm.auto_collectives, runtime.comm = runtime.comm.auto_collectives, comm
+    return collective
+
+
+def _publish_access(path: Path, access: Access) -> None:
+    """Writes key and addresses of a run to a file that only its owner can read."""
+
+    def write(unfinished: Path) -> None:
+        unfinished.touch(mode=0o600)
+        unfinished.write_text(json.dumps(access.to_json()), encoding="utf-8")
+
+    write_atomically(path, write)
 
 
 def join_run(

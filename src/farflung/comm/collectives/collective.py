@@ -21,7 +21,7 @@ class Collective:
       count_messages: Counts the messages of an exchange of ``size`` ranks without pieces; None if unknown.
       is_rank_ordered: True if it adds in the order of ranks, so that ``auto`` may use it without changing a bit.
       is_native: True for collectives of the torch.distributed backend. These match by their order, carry no
-        codec inside, are not encrypted, and exist on real processes alone.
+        codec inside, are not encrypted, and exist only on real processes.
     """
 
     run: AllReduce
