@@ -35,13 +35,15 @@ def build_pilot(steps: int, score: float, *, noisy: int = 0) -> Pilot:
 class Race:
     """Candidates with a time of a step and a score at the end of any pilot."""
 
-    def __init__(self, step_s: Mapping[str, float], scores: Mapping[str, float], noisy: int = 0) -> None:
+    def __init__(
+        self, step_s: Mapping[str, float], scores: Mapping[str, float], noisy: Mapping[str, int] = {}
+    ) -> None:
         self.step_s, self.scores, self.noisy = step_s, scores, noisy
         self.trained: list[tuple[str, int]] = []
 
     def train(self, name: str, steps: int) -> list[Pilot]:
         self.trained.append((name, steps))
-        return [build_pilot(steps, self.scores[name], noisy=0 if name == "reference" else self.noisy)]
+        return [build_pilot(steps, self.scores[name], noisy=self.noisy.get(name, 0))]
 
     def search(self, **options: Any) -> Search:
         rows = {
@@ -81,11 +83,28 @@ def test_fastest_recipe_within_the_tolerance_wins_and_slower_ones_need_no_pilot(
 
 
 def test_gap_within_its_noise_is_no_veto_but_a_longer_pilot() -> None:
-    race = Race({"reference": 10.0, "dense": 20.0, "near": 1.0}, {"reference": 0.8, "near": 0.74}, noisy=100)
+    race = Race(
+        {"reference": 10.0, "dense": 20.0, "near": 1.0}, {"reference": 0.8, "near": 0.74}, {"near": 100}
+    )
     assert race.list_outcomes(budget_steps=math.inf)["near"] == ("misses", "")
     assert ("near", 600) in race.trained
     race.scores = {**race.scores, "near": 0.76}
     assert race.list_outcomes(budget_steps=math.inf)["near"] == ("reaches", "")
+
+
+def test_last_pilot_is_begun_after_all_candidates_have_been_tried() -> None:
+    race = Race(
+        {"reference": 10.0, "dense": 20.0, "near": 1.0, "good": 2.0, "slow": 9.0},
+        {"reference": 0.8, "near": 0.74, "good": 0.8},
+        {"near": 100},
+    )
+    search = race.search(budget_steps=2 * (100 + 300) + (100 + 300))
+    assert search.choose() == "good"
+    assert search.rows["near"].status == "misses"
+    assert race.trained[-2:] == [("good", 100), ("good", 300)]
+    race.trained.clear()
+    assert race.search(budget_steps=math.inf).choose() == "good"
+    assert race.trained[-2:] == [("near", 600), ("reference", 600)]
 
 
 def test_short_pilots_allow_twice_the_tolerance() -> None:

@@ -24,7 +24,7 @@ Status: TypeAlias = Literal["reaches", "misses", "slower", "timed", "untried"]
 RUNGS = ((1 / 3, 2.0), (1.0, 1.0), (2.0, 1.0))
 """Lengths of a candidate's pilots over that of the main one, and the gaps over the tolerance that rule it out.
 
-The last pilot decides what the main one has left within its noise.
+The last pilot decides what the main one has left within its noise, once all other candidates have been tried.
 """
 SHRINKS = 0.7
 """Factor of a gap, and of the share of the steps that a target takes, when a training is twice as long (measured)."""
@@ -152,8 +152,8 @@ class Search:
     """Search for the recipe that reaches the target first.
 
     Candidates are tried in the order of the times of whole trainings, each with longer and longer pilots until it is
-    ruled out or accepted. One that could not be earlier than an accepted one needs no pilot. A pilot that would exceed
-    the budget is not begun.
+    ruled out or accepted. Those whose gap is within its noise get a last pilot after all others have been tried. One
+    that could not be earlier than an accepted one needs no pilot. A pilot that would exceed the budget is not begun.
 
     Args:
       rows: Rows of the timed candidates and the reference by recipe, which :meth:`choose` completes.
@@ -217,13 +217,17 @@ class Search:
     def choose(self) -> str:
         """Decides on each candidate, and returns the earliest that reaches the target."""
         unlike = [name for name in self.rows if name != self.reference and name not in self.equals]
-        for name in sorted(unlike, key=self.compute_seconds):
-            best_s, pace = self.compute_seconds(self._find_best()), self.rows[name].pace
-            least_steps = round(LEAST_STEPS * (self.rows[self.reference].steps or self.steps))
-            if pace is not None and pace.compute_seconds(least_steps) >= best_s:
-                self.rows[name] = replace(self.rows[name], status="slower")
-            else:
-                self._try_candidate(name)
+        for try_candidate in (self._try_candidate, self._decide_candidate):
+            for name in sorted(unlike, key=self.compute_seconds):
+                row = self.rows[name]
+                if row.status != "timed" or row.pace is None:
+                    continue
+                best_s = self.compute_seconds(self._find_best())
+                least_steps = round(LEAST_STEPS * (self.rows[self.reference].steps or self.steps))
+                if row.pace.compute_seconds(least_steps) >= best_s:
+                    self.rows[name] = replace(row, status="slower")
+                else:
+                    try_candidate(name)
         return self._find_best()
 
     def _find_best(self) -> str:
@@ -233,25 +237,36 @@ class Search:
         return min(reached, key=self.compute_seconds)
 
     def _try_candidate(self, name: str) -> None:
-        row, reason = self.rows[name], ""
-        if self.min_steps.get(name, 1) > self.share * self.steps:
+        """Rules a candidate out or accepts it, unless its gap is within its noise."""
+        min_steps = self.min_steps.get(name, 1)
+        if min_steps > self.share * self.steps:
             reason = f"its blocks are too long for pilots of {self.share * self.steps:.0f} steps"
-        for steps, (length, slack) in zip(self.pilot_steps, RUNGS, strict=True):
-            if reason or steps < self.min_steps.get(name, 1):
-                continue
-            if not self._can_afford(name, steps):
-                reason = "the budget is spent" if length <= 1 else ""
-                break
-            gap, noise = compare_pilots(self.run_pilots(name, steps), self.run_pilots(self.reference, steps))
-            self.rows[name] = replace(row, status="misses", gap=gap, noise=noise)
-            if gap - noise > slack * self.tolerance:
-                return
-            if length >= 1 and gap + noise <= self.tolerance:
-                break
-        if reason:
             self.rows[name] = replace(self.rows[name], status="untried", reason=reason)
-        elif gap <= self.tolerance:
+        for steps, (_, slack) in zip(self.pilot_steps, RUNGS[:-1], strict=False):
+            if self.rows[name].status == "timed" and steps >= min_steps:
+                if self._can_afford(name, steps):
+                    self._compare(name, steps, slack)
+                else:
+                    self.rows[name] = replace(self.rows[name], status="untried", reason="the budget is spent")
+        row = self.rows[name]
+        if row.status == "timed" and (row.gap or 0.0) + (row.noise or 0.0) <= self.tolerance:
             self._accept(name)
+
+    def _decide_candidate(self, name: str) -> None:
+        """Decides on a candidate whose gap is within its noise, by the last pilot if the budget has it."""
+        steps, (_, slack) = self.pilot_steps[-1], RUNGS[-1]
+        if self._can_afford(name, steps):
+            self._compare(name, steps, slack)
+        if (self.rows[name].gap or 0.0) <= self.tolerance:
+            self._accept(name)
+        else:
+            self.rows[name] = replace(self.rows[name], status="misses")
+
+    def _compare(self, name: str, steps: int, slack: float) -> None:
+        """Runs pilots of a candidate and the reference, and rules it out if the gap exceeds ``slack`` tolerances."""
+        gap, noise = compare_pilots(self.run_pilots(name, steps), self.run_pilots(self.reference, steps))
+        status: Status = "misses" if gap - noise > slack * self.tolerance else "timed"
+        self.rows[name] = replace(self.rows[name], status=status, gap=gap, noise=noise)
 
     def _accept(self, name: str) -> None:
         """Estimates when a candidate reaches the target, by its longest pilots."""
