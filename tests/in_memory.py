@@ -106,8 +106,7 @@ class InMemoryTransport:
         tensors = [torch.frombuffer(frame, dtype=torch.uint8).clone() for frame in frames[1:]]
         self.listener.handle_message(rank, head.build_message(tensors))
 
-    def close(self, *, linger: bool) -> None:
-        del linger
+    def close(self) -> None:
         for peer in self._peers.values():
             self._tell(peer.token, None)
         with _lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from farflung.comm import Endpoint, Peer
 from farflung.comm.keys import Keys
-from farflung.comm.wire import RelayRoute
+from farflung.comm.wire import MessageKind, RelayRoute
 from farflung.errors import DeadlinePassed, PeerLost, ProtocolError, WaitEnded
 from farflung.types import Payload
 from farflung.wall import WallRuntime
@@ -310,6 +311,36 @@ def test_what_is_withdrawn_does_not_arrive_and_what_follows_does() -> None:
         left = [number for number in range(8) if other.recv(0, tag(1, number)).is_done]
         assert left == []
         assert members.transports[1].refusals.num_messages == 0
+
+
+def test_peer_that_has_left_receives_all_that_was_sent_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing a socket with unread bytes resets the connection, which discards what the peer has not acknowledged."""
+    with closing(Group(2, keys=Keys.generate())) as members:
+        (one, other), (sender, receiver) = members.meet().comms, members.transports
+        arrived = [other.recv(0, tag(1, number)) for number in range(8)]
+        for number in range(8):
+            one.send(Payload((torch.zeros(2_000_000),)), 1, tag(1, number))
+        members.views[1].members.announce_end(MessageKind.LEAVE, {}, {0})
+        while sender.queued_nbytes:
+            sender.poll(0.0)
+            if sender.queued_nbytes:
+                receiver.poll(0.0)
+        assert not members.views[0].members.remaining_ranks
+        assert not arrived[-1].is_done
+        other.send(numbered(1), 0, tag(2))
+        has_begun, close = threading.Event(), sender.handshaker.close
+
+        def begin() -> None:
+            close()
+            has_begun.set()
+
+        def receive() -> None:
+            has_begun.wait(PATIENCE_S)
+            members.until(lambda: arrived[-1].is_done)
+
+        monkeypatch.setattr(sender.handshaker, "close", begin)
+        assert in_threads(partial(members.close, members.views[0]), receive) == [None, None]
+        assert [wait.error for wait in arrived] == [None] * 8
 
 
 def test_runtimes_close_side_by_side_with_bulk_under_way() -> None:

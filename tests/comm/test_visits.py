@@ -60,7 +60,7 @@ class Member:
     def _run(self) -> None:
         while not self._ends:
             self.transport.poll(PATIENCE_S)
-        self.transport.close(linger=False)
+        self.transport.close()
 
     def close(self) -> None:
         if not self._ends:

@@ -191,13 +191,14 @@ class TcpTransport:
         queued = sum(remote.sender.queued_nbytes for remote in self._remotes.values())
         return queued + sum(connection.unsent_nbytes for connection in self._list_authenticated())
 
-    def close(self, *, linger: bool) -> None:
+    def close(self) -> None:
         _transports.discard(self)
         self.handshaker.close()
         for remote in self._remotes.values():
             remote.has_ended = True
         connections = self._list_authenticated()
-        if linger:
+        # A peer that has left may still be reading what this end has sent, and closing would discard the rest of it.
+        if any(connection.state is ConnectionState.AUTHENTICATED for connection in connections):
             for connection in connections:
                 connection.close_when_sent()
             end_s, min_nbytes = time.monotonic() + LINGER_S, math.inf

@@ -203,10 +203,6 @@ class Transport(Protocol):
         """Sends queued messages, waits for events, up to ``timeout_s`` seconds, and passes them on."""
         ...
 
-    def close(self, *, linger: bool) -> None:
-        """Closes all connections.
-
-        Args:
-          linger: True to send queued messages first, for a few seconds at most.
-        """
+    def close(self) -> None:
+        """Closes all connections, after queued messages to peers that are not removed, for a few seconds at most."""
         ...

@@ -291,5 +291,5 @@ class ViewSession(Listener):
                 end_s, queued_nbytes = self.read_clock() + STUCK_S, self.transport.queued_nbytes
 
     def close(self) -> None:
-        """Closes the transport; while members are present, sends queued messages first, for a few seconds at most."""
-        self.transport.close(linger=bool(self.members.present_ranks))
+        """Closes the transport."""
+        self.transport.close()
