@@ -26,7 +26,7 @@ from farflung.spec import build
 __all__ = ["Point", "main", "measure", "points"]
 
 FOLDER = Path(__file__).parent
-PICTURE = FOLDER.parents[1] / "docs" / "coded_bytes.png"
+PICTURE = FOLDER.parents[1] / "docs" / "coded_bytes.svg"
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 DRAWS = {20: 4_000, 50: 2_000}
 """By N."""

@@ -32,7 +32,7 @@ from farflung.sim import VirtualRuntime, VirtualWorld
 __all__ = ["joined", "main", "measure"]
 
 FOLDER = Path(__file__).parent
-PICTURE = FOLDER.parents[1] / "docs" / "coded_joins.png"
+PICTURE = FOLDER.parents[1] / "docs" / "coded_joins.svg"
 PARTITIONS, JOINS = 16, 8
 SEEDS, ORDERS = range(5), 1_000
 EVERY_S = 0.2

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from farflung.report.pictures import create_picture
+from benchmarks.common.pictures import create_drawing
 
 __all__ = ["draw_curve", "draw_joins"]
 
@@ -28,7 +28,7 @@ def draw_curve(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
       lines: as ``results/parts/curve.jsonl`` has them.
     """
     sizes = sorted({(line["devices"], line["partitions"]) for line in lines})
-    with create_picture(path, (10, 4)) as figure:
+    with create_drawing(path, (10, 4)) as figure:
         every = figure.subplots(1, len(sizes), sharex=True)
         for axes, size in zip(every, sizes, strict=True):
             ours = [line for line in lines if (line["devices"], line["partitions"]) == size]
@@ -54,7 +54,7 @@ def draw_joins(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
       path: of the picture.
       lines: as ``results/parts/joins.jsonl`` has them.
     """
-    with create_picture(path, (10, 4)) as figure:
+    with create_drawing(path, (10, 4)) as figure:
         left, right = figure.subplots(1, 2, sharex=True)
         for line in lines:
             joined = range(1, len(line["joins"]) + 1)
