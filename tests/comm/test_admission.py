@@ -313,7 +313,9 @@ def test_what_is_withdrawn_does_not_arrive_and_what_follows_does() -> None:
         assert members.transports[1].refusals.num_messages == 0
 
 
-def test_peer_that_has_left_receives_all_that_was_sent_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_that_has_left_receives_all_that_was_sent_before_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Closing a socket with unread bytes resets the connection, which discards what the peer has not acknowledged."""
     with closing(Group(2, keys=Keys.generate())) as members:
         (one, other), (sender, receiver) = members.meet().comms, members.transports

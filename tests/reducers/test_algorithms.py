@@ -91,7 +91,9 @@ def test_two_phases_send_no_more_with_more_replicas(size: int) -> None:
     assert two == [2 * (size - 1) * payload // size + (size - 1) * SIDE] * size
 
 
-@pytest.mark.parametrize("codec", [QSGD(bits=4), Sign(), Int8(), by_size(error_feedback(Sign()), error_feedback(QSGD()), 5)])
+@pytest.mark.parametrize(
+    "codec", [QSGD(bits=4), Sign(), Int8(), by_size(error_feedback(Sign()), error_feedback(QSGD()), 5)]
+)
 def test_auto_takes_two_phases_for_long_tensors_with_error_feedback(
     codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -511,30 +511,31 @@ def build_plan_data(plan: Plan) -> dict[str, Json]:
     bars: list[Json] = [
         [row.recipe, low := row.low_s or 0.0, row.high_s - low] for row in plan.rows if row.high_s is not None
     ]
-    fields = (
-        "recipe",
-        "network",
-        "step_s",
-        "waiting",
-        "status",
-        "gap",
-        "noise",
-        "low_s",
-        "high_s",
-        "sent_nbytes",
-        "reason",
-    )
-    columns = ("recipe", "network", "a step (s)", "waits", "outcome", "short by", "noise", "at least (s)",
-               "at most (s)", "bytes sent", "reason")  # fmt: skip
+    columns: dict[str, list[Json]] = {
+        "recipe": [row.recipe for row in plan.rows],
+        "network": [row.network for row in plan.rows],
+        "a step (s)": [row.step_s for row in plan.rows],
+        "waits (%)": [100 * row.waiting if row.step_s else None for row in plan.rows],
+        "outcome": [row.status for row in plan.rows],
+        "short by": [row.gap for row in plan.rows],
+        "noise": [row.noise for row in plan.rows],
+        "at least (s)": [row.low_s for row in plan.rows],
+        "at most (s)": [row.high_s for row in plan.rows],
+        "bytes sent": [row.sent_nbytes for row in plan.rows],
+        "reason": [row.reason for row in plan.rows],
+    }
+    if len({row.network for row in plan.rows if row.network}) == 1:
+        del columns["network"]
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
     figures: list[Json] = [
         {
             "kind": "bars",
             "title": "Seconds to the target, from the lower bound to the upper one",
-            "shades": [1, 0],
+            "shades": [5, 0],
             "columns": ["recipe", "up to the lower bound (s)", "from there to the upper bound (s)"],
             "rows": bars,
         },
-        _build_table("All recipes", columns, [[getattr(row, name) for name in fields] for row in plan.rows]),
+        _build_table("All recipes", columns, zip(*columns.values(), strict=True)),
     ]
     return {
         "title": f"plan: {plan.settings['workload']}, {plan.steps:,} steps",

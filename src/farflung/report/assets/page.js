@@ -39,11 +39,16 @@
       value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
   }
 
+  /** A name that may break after opening brackets, as a recipe's text has them. */
+  function breakable(name) {
+    return String(name).split(/(?<=[(])/).flatMap((part, at) => (at ? [make("wbr"), part] : [part]));
+  }
+
   function table(title, columns, rows, digits) {
     const cell = (value) => make("td", typeof value === "number" ? { class: "number" } : {}, words(value, digits));
     const head = make("thead", {}, make("tr", {}, ...columns.map((name) => make("th", { scope: "col" }, name))));
     const body = make("tbody", {}, ...rows.map(([first, ...others]) =>
-      make("tr", {}, make("th", { scope: "row" }, words(first, digits)), ...others.map(cell))));
+      make("tr", {}, make("th", { scope: "row" }, ...breakable(words(first, digits))), ...others.map(cell))));
     const said = make("table", {}, ...(title ? [make("caption", {}, title)] : []), ...(columns.length ? [head] : []), body);
     return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title || columns[0] || "figures" }, said);
   }
@@ -141,7 +146,7 @@
         Object.assign(piece.style, { background: `var(--part-${figure.shades[part]})`, width: `${(100 * one) / longest}%` });
         bar.append(piece);
       });
-      const name = make("span", {}, String(rank));
+      const name = make("span", {}, ...breakable(rank));
       name.style.width = wide;
       return make("div", { class: "bar" }, name, bar);
     }), key(figure.shades.map((shade, part) => [figure.columns[part + 1], `part-${shade}`])));
@@ -216,6 +221,7 @@
       ...(data.runs.length ? [legend(data.runs)] : []),
       ...data.sections.map((one, at) => make("section", { id: `section-${at}` }, make("h2", {}, one.title),
         make("div", { class: "figures" }, ...one.figures.map((figure) => figureOf(figure, `${one.title}: ${figure.title}`))))));
+    by("axis").parentElement.hidden = !drawings.some(({ figure }) => figure.kind === "chart");
     draw();
     for (const one of main.querySelectorAll("details")) {
       one.open = open.has(one.id);
