@@ -17,7 +17,8 @@ from farflung.cli.output import create_stdout_console, print_files
 from farflung.errors import ConfigError, DataError, FarflungError
 from farflung.files import wrap_read_errors, write_text
 from farflung.planning import Plan
-from farflung.report import ReportedRun, build_plan_data, build_report_data, render_report_page, shorten_names
+from farflung.planning.table import build_plan_data
+from farflung.report import ReportedRun, build_report_data, render_report_page, shorten_names
 from farflung.runs import RunFolder
 from farflung.runs.stopping import handle_stop_signals
 from farflung.types import Json

@@ -77,8 +77,9 @@ class Plan:
         recipe, changes = parse_components(self.choice.recipe)
         if explain_refusal(recipe, "attach"):
             return ""
+        text = recipe.text if changes else self.choice.recipe
         note = f"  # with optimizer {changes['optimizer']}" if "optimizer" in changes else ""
-        return f'farflung.attach(model, optimizer, "{recipe.text}"){note}'
+        return f'farflung.attach(model, optimizer, "{text}"){note}'
 
     @property
     def similar(self) -> list[PlanRow]:

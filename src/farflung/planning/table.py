@@ -1,4 +1,4 @@
-"""Table of a plan."""
+"""Table and page of a plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from farflung.report.comparison import fold_text
 from farflung.report.tables import create_table, format_duration
+from farflung.types import Json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from farflung.planning.choice import PlanRow
     from farflung.planning.result import Plan
 
-__all__ = ["render_plan_table"]
+__all__ = ["build_plan_data", "render_plan_table"]
 
 RECIPE_WIDTH, WIDTH = 22, 80
 """Characters of the column of recipes, and of the table."""
@@ -54,6 +55,53 @@ def render_plan_table(plan: Plan) -> Table:
         table.add_row(*map(Text, cells), style="bold" if row is plan.choice else None)
     table.caption = Text("\n".join(_list_advice(plan)), style="default")
     return table
+
+
+def build_plan_data(plan: Plan) -> dict[str, Json]:
+    """Builds the data of the page of a plan: bars from the lower to the upper bound of each time, and a table."""
+    bars: list[Json] = [
+        [row.recipe, low := row.low_s or 0.0, row.high_s - low] for row in plan.rows if row.high_s is not None
+    ]
+    columns: dict[str, list[Json]] = {
+        "recipe": [row.recipe for row in plan.rows],
+        "network": [row.network for row in plan.rows],
+        "a step (s)": [row.step_s for row in plan.rows],
+        "waits (%)": [100 * row.waiting if row.step_s else None for row in plan.rows],
+        "outcome": [row.status for row in plan.rows],
+        "short by": [row.gap for row in plan.rows],
+        "noise": [row.noise for row in plan.rows],
+        "at least (s)": [row.low_s for row in plan.rows],
+        "at most (s)": [row.high_s for row in plan.rows],
+        "bytes sent": [row.sent_nbytes for row in plan.rows],
+        "reason": [row.reason for row in plan.rows],
+    }
+    if len({row.network for row in plan.rows if row.network}) == 1:
+        del columns["network"]
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    figures: list[Json] = [
+        {
+            "kind": "bars",
+            "title": "Seconds to the target, from the lower bound to the upper one",
+            "shades": [5, 0],
+            "columns": ["recipe", "up to the lower bound (s)", "from there to the upper bound (s)"],
+            "rows": bars,
+        },
+        {
+            "kind": "table",
+            "title": "All recipes",
+            "columns": [*columns],
+            "rows": [[*row] for row in zip(*columns.values(), strict=True)],
+            "exact": False,
+        },
+    ]
+    return {
+        "title": f"plan: {plan.settings['workload']}, {plan.steps:,} steps",
+        "state": f"take {plan.choice.recipe}" if plan.choice else "",
+        "simulated": "All times are simulated.",
+        "runs": [],
+        "live": False,
+        "sections": [{"title": "Plan", "figures": figures}],
+    }
 
 
 def _format_gap(gap: float | None, is_accuracy: bool, noise: float | None = None) -> str:

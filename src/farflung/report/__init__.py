@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     )
     from farflung.report.page import (
         ReportedRun,
-        build_plan_data,
         build_report_data,
         render_report_page,
         shorten_names,
@@ -35,7 +34,7 @@ else:
         __name__,
         {
             "comparison": "ComparisonRow RunHistory compare_runs draw_comparison render_comparison_table",
-            "page": "ReportedRun build_plan_data build_report_data render_report_page shorten_names",
+            "page": "ReportedRun build_report_data render_report_page shorten_names",
             "partition": "render_partition_table",
             "tables": "PLAIN_WIDTH render_lines render_text format_score render_summary_table get_output_width",
             "trace": "build_chrome_trace",
@@ -50,7 +49,6 @@ __all__ = [
     "RunHistory",
     "TrafficByKind",
     "build_chrome_trace",
-    "build_plan_data",
     "build_report_data",
     "compare_runs",
     "draw_comparison",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import takewhile
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,10 +24,7 @@ from farflung.report.traffic import read_traffic
 from farflung.telemetry import Event, read_number
 from farflung.types import Json
 
-if TYPE_CHECKING:
-    from farflung.planning import Plan
-
-__all__ = ["ReportedRun", "build_plan_data", "build_report_data", "render_report_page", "shorten_names"]
+__all__ = ["ReportedRun", "build_report_data", "render_report_page", "shorten_names"]
 
 Figure: TypeAlias = "dict[str, Json]"
 """Chart, bars, Gantt chart or table, as the page's script draws it."""
@@ -504,47 +501,6 @@ def build_report_data(runs: Sequence[ReportedRun], *, is_live: bool = False) -> 
     # JSON in browsers has only finite numbers.
     data: dict[str, Json] = json.loads(json.dumps(content), parse_constant=lambda name: None)
     return data
-
-
-def build_plan_data(plan: Plan) -> dict[str, Json]:
-    """Builds the data of the page of a plan: bars from the lower to the upper bound of each time, and a table."""
-    bars: list[Json] = [
-        [row.recipe, low := row.low_s or 0.0, row.high_s - low] for row in plan.rows if row.high_s is not None
-    ]
-    columns: dict[str, list[Json]] = {
-        "recipe": [row.recipe for row in plan.rows],
-        "network": [row.network for row in plan.rows],
-        "a step (s)": [row.step_s for row in plan.rows],
-        "waits (%)": [100 * row.waiting if row.step_s else None for row in plan.rows],
-        "outcome": [row.status for row in plan.rows],
-        "short by": [row.gap for row in plan.rows],
-        "noise": [row.noise for row in plan.rows],
-        "at least (s)": [row.low_s for row in plan.rows],
-        "at most (s)": [row.high_s for row in plan.rows],
-        "bytes sent": [row.sent_nbytes for row in plan.rows],
-        "reason": [row.reason for row in plan.rows],
-    }
-    if len({row.network for row in plan.rows if row.network}) == 1:
-        del columns["network"]
-    columns = {name: cells for name, cells in columns.items() if any(cells)}
-    figures: list[Json] = [
-        {
-            "kind": "bars",
-            "title": "Seconds to the target, from the lower bound to the upper one",
-            "shades": [5, 0],
-            "columns": ["recipe", "up to the lower bound (s)", "from there to the upper bound (s)"],
-            "rows": bars,
-        },
-        _build_table("All recipes", columns, zip(*columns.values(), strict=True)),
-    ]
-    return {
-        "title": f"plan: {plan.settings['workload']}, {plan.steps:,} steps",
-        "state": f"take {plan.choice.recipe}" if plan.choice else "",
-        "simulated": "All times are simulated.",
-        "runs": [],
-        "live": False,
-        "sections": [{"title": "Plan", "figures": figures}],
-    }
 
 
 def render_report_page(data: Mapping[str, Json]) -> str:
