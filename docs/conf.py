@@ -15,6 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import logging
+from sphinx.util.inspect import TypeAliasForwardRef
 from sphinx.writers.html5 import HTML5Translator
 
 import farflung
@@ -49,6 +50,10 @@ LONGEST_TYPE = 2
 VERDICTS = {"reproduced", "better", "worse", "not reached", "undecided", "not comparable", "not run"}
 REFERENCE = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("reference/*.md"))
 MODULES = re.findall(r"^\.\. automodule:: (\S+)$", REFERENCE, re.MULTILINE)
+
+
+# Sphinx shows the alias inside of another type, as in Mapping[str, Json], by its representation.
+TypeAliasForwardRef.__repr__ = lambda alias: alias.name  # type: ignore[method-assign]
 
 
 def lend_docstrings(app: Sphinx) -> None:

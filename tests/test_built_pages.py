@@ -72,3 +72,9 @@ def test_the_reference_takes_no_sentence_for_a_type(pages: dict[str, Page]) -> N
     ]
     assert "Parameters" in fields
     assert "Type" not in fields
+
+
+def test_signatures_name_types_as_people_write_them(pages: dict[str, Page]) -> None:
+    """Sphinx's and typing's own wrappers have no meaning to a reader."""
+    wrapped = re.compile(r"TypeAliasForwardRef|ForwardRef\(|&lt;(class|function|object) |at 0x[0-9a-f]")
+    assert not [name for name, page in pages.items() if "reference/" in name and wrapped.search(page.html)]
