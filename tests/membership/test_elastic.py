@@ -370,6 +370,22 @@ def test_seeded_plans_end_in_one_model_or_by_name(seed: int) -> None:
     checked(seed)
 
 
+def test_replica_that_has_just_begun_gives_the_state_to_those_that_return() -> None:
+    """It began after an evaluation whose result it holds for others, and which it has never waited for itself."""
+    faults = (
+        Fault("hang", rank=0, at_s=0.152576, for_s=5.0),
+        Fault("cut", rank=3, at_s=0.214329, for_s=5.0),
+        Fault("join", rank=4, at_s=0.362058),
+        Fault("cut", rank=2, peer=1, at_s=0.413127, for_s=5.0),
+    )
+    ended = run(5, FaultPlan(faults), "synchronous(schedule='delayed(delay=3)', codec='int8')", seed=4153)
+    check(ended)
+    assert len(ended.models) == 5
+    events = [event for event in ended.events if event["event"] == "view"]
+    assert {tuple(event["members"]) for event in events if event["view"] == 4} == {(0, 1, 4, 2, 3)}  # type: ignore[arg-type]
+    assert max(int(str(event["view"])) for event in events) == 4
+
+
 def test_an_exchange_is_made_again_from_the_state_that_its_codec_had() -> None:
     """A connection is closed at any moment of a step, before and after residuals have changed."""
     recipe = "synchronous(codec='error_feedback(topk(density=0.25))')"

@@ -189,7 +189,10 @@ class StatePublisher:
         It includes all results that a member may lack, so that the replicas can hand these over as well.
         """
         for logged in self._log.list_retained(num_started):
-            await logged.result
+            if (
+                logged.stored_result is None
+            ):  # else this member may have begun with it, and has never waited for it
+                await logged.result
         start_state = {
             "step": step,
             "auto": [*self._comm.auto_collectives.items()],
