@@ -137,6 +137,23 @@ def test_a_slow_start_does_not_count(link: Link, congestion: CongestionControl) 
     assert found.links[0, 1].bandwidth_bps == pytest.approx(link.bandwidth_bps, rel=0.03)
 
 
+def test_stream_is_bounded_where_the_kernel_takes_all_of_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = VirtualWorld(4, network=find_network("4g").with_nodes(4))
+    send = world.network.send
+
+    def send_at_once(*args: Any, **options: Any) -> Pending[None]:
+        send(*args, **options)
+        sent = Pending[None]()
+        sent.set_result(None)
+        return sent
+
+    monkeypatch.setattr(world.network, "send", send_at_once)
+    found, *_ = world.run([probe_network(runtime) for runtime in world.runtimes])
+    assert found is not None
+    assert found.links[0, 1].bandwidth_bps == pytest.approx(6.3e6, rel=0.1)
+    assert world.clock.time() < 60, "in place of 760"
+
+
 def test_an_uplink_that_links_share_is_told_from_the_links() -> None:
     sites = tuple(Site(f"home {number}", 1, up_bps=5e6, down_bps=4e7) for number in range(4))
     found, _ = probed(NetworkProfile("homes", sites, default=Link(0.01)))

@@ -36,6 +36,12 @@ STREAM_S, STREAM_ROUND_TRIPS, STREAM_MESSAGES = 0.2, 10, 12
 
 TCP's slow start from 10 to 320 segments takes five round trips; they are in the first half, which does not count.
 """
+STREAM_WINDOW, STREAM_QUEUE_S = 4, 0.2
+"""Messages of a stream that are under way at first, and seconds that one may take beyond two round trips.
+
+As in TCP's slow start, each echo lets two more leave while they take less time, else one. So the kernel buffers no
+more than a slow link sends in a moment.
+"""
 STREAM_PARTS = 3
 """Parts of the second half, each of which tells a bandwidth."""
 SHARED_BELOW = 0.8
@@ -322,12 +328,19 @@ async def _probe_peer(runtime: Runtime, peer: int, number: int, effort: _Effort)
     if effort.has_stream:
         end_s = runtime.read_clock() + max(STREAM_S, STREAM_ROUND_TRIPS * shortest_s)
         max_messages = max(STREAM_MESSAGES, effort.max_nbytes // (nbytes * (comm.size - 1)))
-        echoes: list[Pending[float]] = []
+        echoes: list[tuple[float, Pending[float]]] = []
+        num_received, window = 0, STREAM_WINDOW
         while len(echoes) < STREAM_MESSAGES or (runtime.read_clock() < end_s and len(echoes) < max_messages):
+            begin_s = runtime.read_clock()
             sent, echo = send(nbytes)
-            echoes.append(echo)
+            echoes.append((begin_s, echo))
             await sent
-        times_s = [await echo for echo in echoes][len(echoes) // 2 :]
+            while len(echoes) - num_received >= window:
+                begin_s, echo = echoes[num_received]
+                took_s = await echo - begin_s
+                num_received += 1
+                window += took_s <= 2 * shortest_s + STREAM_QUEUE_S
+        times_s = [await echo for _, echo in echoes][len(echoes) // 2 :]
         marks = [part * (len(times_s) - 1) // STREAM_PARTS for part in range(STREAM_PARTS + 1)]
         rates = sorted(
             8 * nbytes * (end - begin) / max(times_s[end] - times_s[begin], 1e-9)
