@@ -189,9 +189,8 @@ class StatePublisher:
         It includes all results that a member may lack, so that the replicas can hand these over as well.
         """
         for logged in self._log.list_retained(num_started):
-            if (
-                logged.stored_result is None
-            ):  # else this member may have begun with it, and has never waited for it
+            # A result with which this member began is stored, and never comes if nothing here has waited for it.
+            if logged.stored_result is None:
                 await logged.result
         start_state = {
             "step": step,
