@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,12 +17,7 @@ from torch import Tensor
 from farflung.calibration import measure_step_nbytes
 from farflung.devices import DeviceProfile
 from farflung.errors import ConfigError, Unsupported
-from farflung.files import (
-    RunFiles,
-    lock_folder,
-    wrap_write_errors,
-    write_json,
-)
+from farflung.files import RunFiles, lock_folder, wrap_write_errors, write_json
 from farflung.network import NetworkProfile
 from farflung.planning.choice import RUNGS, Pilot, PlanRow, Search
 from farflung.planning.pilots import train_pilot
@@ -33,9 +28,6 @@ from farflung.recipes.planned import CANDIDATES, REFERENCE
 from farflung.runs import DEFAULT_DEVICE, DEFAULT_NETWORK, RunConfig, SimulatedConfig
 from farflung.runs.folder import TempFolder
 from farflung.types import Json, Workload
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["OnPart", "ignore_part", "plan", "plan_script"]
 
