@@ -31,7 +31,7 @@ MAX_NBYTES = 1 << 22
 """Maximum bytes that one replica sends in its longest messages to all peers together, before a run."""
 MIN_EXTRA_S = 0.02
 """Time of a message beyond that of a byte which tells a bandwidth."""
-STREAM_S, STREAM_ROUND_TRIPS, STREAM_MESSAGES = 0.2, 10, 12
+STREAM_S, STREAM_ROUND_TRIPS, STREAM_MESSAGES = 1.0, 10, 12
 """Least duration of a stream, in seconds and in round trips, and least number of its messages.
 
 TCP's slow start from 10 to 320 segments takes five round trips; they are in the first half, which does not count.
