@@ -357,11 +357,16 @@ def test_runtimes_close_side_by_side_with_bulk_under_way() -> None:
     )
     runtimes = [one for one in found if isinstance(one, WallRuntime)]
 
+    have_sent = [threading.Event() for _ in runtimes]
+
     async def sends(runtime: WallRuntime) -> float:
         other = 1 - runtime.comm.rank
         runtime.comm.send(Payload((torch.full((3_000_000,), float(runtime.comm.rank)),)), other, tag(1))
+        have_sent[runtime.comm.rank].set()
         return float(next(iter((await runtime.comm.recv(other, tag(1))).iter_tensors()))[-1])
 
     results = [runtime.launch(sends(runtime)) for runtime in runtimes]
+    for event in have_sent:  # what is sent to a rank that has left is dropped
+        assert event.wait(PATIENCE_S)
     parted(runtimes)
     assert [one.result() for one in results] == [1.0, 0.0]
