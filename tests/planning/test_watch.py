@@ -118,6 +118,16 @@ def test_file_that_is_no_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["report", str(tmp_path)]) == 2
 
 
+def test_plan_that_lacks_a_setting_is_refused(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads(plan_path.read_text())
+    del content["settings"]["workload"]
+    plan_path.write_text(json.dumps(content))
+    assert main(["train", "--plan", str(plan_path), "--workload", "synthetic/quadratic"]) == 2
+    assert "of a training with --workload None" in capsys.readouterr().err
+    assert main(["report", str(plan_path.parent)]) == 2
+    assert "not a plan of farflung plan" in capsys.readouterr().err
+
+
 def test_page_of_a_plan_has_bars_of_what_reaches_the_target(plan_path: Path) -> None:
     assert main(["report", str(plan_path.parent)]) == 0
     page = (plan_path.parent / "report.html").read_text()

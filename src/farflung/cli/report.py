@@ -81,7 +81,8 @@ def load_report_data(folders: Sequence[Path], *, is_live: bool = False) -> dict[
       BadInput: A folder has no run, or a damaged one.
     """
     if len(folders) == 1 and (plan_path := folders[0] / "plan.json").exists():
-        return build_plan_data(Plan.load(plan_path))
+        with wrap_read_errors(plan_path, "not a plan of farflung plan", DataError):
+            return build_plan_data(Plan.load(plan_path))
     runs = []
     stored = [RunFolder(path) for path in folders]
     settings = [files.load_config() for files in stored]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from farflung.report.comparison import fold_text
+from farflung.report.page import build_table
 from farflung.report.tables import create_table, format_duration
 from farflung.types import Json
 
@@ -86,13 +87,7 @@ def build_plan_data(plan: Plan) -> dict[str, Json]:
             "columns": ["recipe", "up to the lower bound (s)", "from there to the upper bound (s)"],
             "rows": bars,
         },
-        {
-            "kind": "table",
-            "title": "All recipes",
-            "columns": [*columns],
-            "rows": [[*row] for row in zip(*columns.values(), strict=True)],
-            "exact": False,
-        },
+        build_table("All recipes", columns, zip(*columns.values(), strict=True)),
     ]
     return {
         "title": f"plan: {plan.settings['workload']}, {plan.steps:,} steps",

@@ -38,9 +38,9 @@ class PlanWatch:
         plan = Plan.load(path)
         planned = {**plan.settings, "steps": plan.steps}
         for name in ("workload", "workers", "steps"):
-            if planned[name] != getattr(config, name):
+            if planned.get(name) != getattr(config, name):
                 raise ConfigError(
-                    f"--plan {path}: of a training with --{name} {planned[name]}, and this one has "
+                    f"--plan {path}: of a training with --{name} {planned.get(name)}, and this one has "
                     f"{getattr(config, name)}"
                 )
         own = [
@@ -51,10 +51,10 @@ class PlanWatch:
         if not own or own[0].pace is None:
             raise ConfigError(f"--plan {path}: it has no times of recipe {config.recipe.text}")
         self._steps, self._pace, self._loss_bounds = config.steps, own[0].pace, own[0].loss_bounds
-        others = {row.high_s: row.recipe for row in plan.rows if row.high_s is not None and row not in own}
+        others = [(row.high_s, row.recipe) for row in plan.rows if row.high_s is not None and row not in own]
         self._advice = ""
         if others:
-            other = shlex.quote(others[min(others)])
+            other = shlex.quote(min(others)[1])
             self._advice = f"; to go on with another: farflung train --resume {folder} --recipe {other}"
         self._window: deque[Event] = deque(maxlen=WINDOW)
         self._is_outside = False

@@ -24,7 +24,7 @@ from farflung.report.traffic import read_traffic
 from farflung.telemetry import Event, read_number
 from farflung.types import Json
 
-__all__ = ["ReportedRun", "build_report_data", "render_report_page", "shorten_names"]
+__all__ = ["ReportedRun", "build_report_data", "build_table", "render_report_page", "shorten_names"]
 
 Figure: TypeAlias = "dict[str, Json]"
 """Chart, bars, Gantt chart or table, as the page's script draws it."""
@@ -263,7 +263,7 @@ def _build_line_chart(
     }
 
 
-def _build_table(
+def build_table(
     title: str, columns: Iterable[str], rows: Iterable[Sequence[Json]], *, is_exact: bool = False
 ) -> Figure:
     """Builds a table, whose figures have three digits unless they are exact."""
@@ -338,7 +338,7 @@ def _build_members(run: ReportedRun, title: str) -> Iterator[Figure]:
         yield _build_line_chart(title, "members", [run], [line], from_zero=True)
         fields = ("view", "step", "members", "lost", "joined", "repeated_steps")
         rows = [[*map(event.get, fields), time_s] for time_s, event in views]
-        yield _build_table(f"Views of {run.name}", [*fields[:-1], "steps made again", "time (s)"], rows)
+        yield build_table(f"Views of {run.name}", [*fields[:-1], "steps made again", "time (s)"], rows)
 
 
 def _build_shares(run: ReportedRun, title: str) -> Iterator[Figure]:
@@ -347,7 +347,7 @@ def _build_shares(run: ReportedRun, title: str) -> Iterator[Figure]:
     if split and (shares := split["shares"]):
         labels = [f"label {label}" for label in range(max(len(share["labels"]) for share in shares))]
         rows = [[rank, share["samples"], *share["labels"]] for rank, share in enumerate(shares)]
-        yield _build_table(f"{title}, split as {split['partition']}", ["rank", "samples", *labels], rows)
+        yield build_table(f"{title}, split as {split['partition']}", ["rank", "samples", *labels], rows)
 
 
 def _build_traffic(run: ReportedRun, title: str) -> Iterator[Figure]:
@@ -355,14 +355,14 @@ def _build_traffic(run: ReportedRun, title: str) -> Iterator[Figure]:
     finished = {rank: events for rank, events in run.events.items() if run.histories[rank].has_ended}
     if sent := read_traffic(finished) if finished else {}:
         rows = [[rank, *(sum(senders.get(rank, ())) for senders in sent.values())] for rank in finished]
-        yield _build_table(title, ["rank", *(f"{kind} (bytes)" for kind in sent)], rows)
+        yield build_table(title, ["rank", *(f"{kind} (bytes)" for kind in sent)], rows)
 
 
 def _build_results(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     """Builds the summary of one run, or a comparison of several."""
     if len(runs) == 1 and (summary := runs[0].summary):
         cells = (map(str, column.cells) for column in render_summary_table(summary).columns)
-        yield _build_table("", [], zip(*cells, strict=True))
+        yield build_table("", [], zip(*cells, strict=True))
         return
     target = _TargetTimes.from_runs(runs) if len(runs) > 1 else None
     names = dict.fromkeys(name for run in runs for name, value in run.figures.items() if value)
@@ -373,7 +373,7 @@ def _build_results(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
         slowest_s = max(target.seconds)
         for row, seconds in zip(rows, target.seconds, strict=True):
             row[1:1] = [seconds, slowest_s / seconds if seconds else None]
-    yield _build_table("", ["run", *columns, "state"], rows)
+    yield build_table("", ["run", *columns, "state"], rows)
 
 
 class _TargetTimes(NamedTuple):
@@ -404,7 +404,7 @@ def _compare_to_simulated(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     for real, model in pairs:
         if all(real.settings.get(name) == model.settings.get(name) for name in COMPARED_SETTINGS):
             expected, modelled = real.figures, model.figures
-            yield _build_table(
+            yield build_table(
                 f"{real.name} and {model.name}",
                 ["what", "measured", "simulated", "simulated / measured"],
                 [[name, expected[name], modelled[name], modelled[name] / expected[name] if expected[name] else None]
@@ -416,7 +416,7 @@ def _build_settings(runs: Sequence[ReportedRun]) -> Iterator[Figure]:
     names = dict.fromkeys(name for run in runs for name in run.settings)
     rows = [[name, *(run.settings.get(name) for run in runs)] for name in names]
     rows.sort(key=lambda row: all(value == row[1] for value in row[1:]))
-    yield _build_table(
+    yield build_table(
         "Those that differ come first" if len(runs) > 1 else "",
         ["setting", *(run.name for run in runs)],
         rows,
@@ -428,11 +428,11 @@ def _build_machines(run: ReportedRun, title: str) -> Iterator[Figure]:
     """Builds the tables of machines, or of what a simulated run was modelled on."""
     hellos = [events[0] for events in run.events.values() if events and events[0]["event"] == "hello"]
     if names := dict.fromkeys(name for event in hellos for name in event if name != "event"):
-        yield _build_table(
+        yield build_table(
             title, names, [[event.get(name) for name in names] for event in hellos], is_exact=True
         )
     if run.summary and isinstance(model := run.summary.get("simulated"), dict):
-        yield _build_table(title, ["modelled", "as"], model.items(), is_exact=True)
+        yield build_table(title, ["modelled", "as"], model.items(), is_exact=True)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------
