@@ -82,7 +82,7 @@ def pack_tensors(tensors: Iterable[Tensor]) -> Tensor:
         flat = tensor.detach().contiguous().flatten()
         head: list[Any] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), -1]
         size = tensor.dtype.itemsize
-        if tensor.is_floating_point() and size in _BITS and len(flat) > 64:
+        if tensor.is_floating_point() and size in _BITS and 64 < len(flat) <= 1 << 31:
             places = flat.view(_BITS[size]).nonzero().flatten()
             if len(places) * (4 + size) < flat.nbytes:
                 head[2] = len(places)

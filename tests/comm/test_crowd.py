@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import resource
 import socket
+import ssl
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from typing import Any
 
 import pytest
 
-from farflung.comm import TcpTransport, handshake
-from farflung.comm.keys import Keys
+from farflung.comm import TcpTransport, connection, handshake
+from farflung.comm.keys import Keys, build_tls_context
+from farflung.comm.tls import TlsStream
 from farflung.errors import ConfigError
 from tests.crowded import LIMIT, descriptors, hopeless_scenario, late_scenario, resident_nbytes, scenario
 from tests.forks import Fork
@@ -99,6 +105,54 @@ def test_more_replicas_than_open_files_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     with pytest.raises(ConfigError, match="1000 replicas take 1256 open files in each process, and 1024 are"):
         TcpTransport(0, 1000)
+
+
+@pytest.mark.parametrize("dials", [False, True], ids=["accepts", "dials"])
+def test_a_lack_of_descriptors_for_tls_passes(
+    dials: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings are read through one."""
+    clock = Clock(monkeypatch)
+    members = stack.enter_context(closing(Group(2, keys=Keys.generate())))
+    build, lacking = build_tls_context, [dials]
+
+    def build_context(*args: Any, is_server: bool) -> ssl.SSLContext:
+        if lacking and is_server is not dials:
+            lacking.clear()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return build(*args, is_server=is_server)
+
+    monkeypatch.setattr(handshake, "build_tls_context", build_context)
+    for view in members.views:
+        view.members.connect(members.peers)
+    for _ in range(20):
+        for transport in members.transports:
+            transport.poll(0.0)
+    assert not lacking
+    assert not members.views[0].members.ready.is_done
+    clock.now_s += handshake.MAX_RETRY_S
+    members.meet().exchange(1)
+
+
+def test_a_stranger_that_has_gone_leaves_no_tls_behind(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[TlsStream]] = []
+
+    class Seen(TlsStream):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(connection, "TlsStream", Seen)
+    members = stack.enter_context(closing(Group(2, keys=Keys.generate())))
+    members.comms[0].session.members.connect(members.peers)
+    with knock(members.comms[0]) as stranger:
+        stranger.sendall(CLIENT_HELLO)
+        members.until(lambda: bool(made))
+    members.until(lambda: members.transports[0].refusals.num_connections == 1)
+    gc.collect()
+    assert [one() for one in made] == [None]
 
 
 # --- what they say ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.comm import TcpTransport, remote
+from farflung.comm import TcpTransport, connection, remote
 from farflung.comm.connection import ConnectionState
 from farflung.comm.keys import Keys
+from farflung.comm.loop import EventLoop
 from farflung.comm.pieces import TcpInfo
 from farflung.errors import PeerLost
 from farflung.types import Payload
@@ -27,6 +29,59 @@ LARGE_NUMEL = 3_000_000
 
 def links_of(members: Group, rank: int, peer: int) -> list[int]:
     return sorted(members.transports[rank]._remotes[peer].connections)
+
+
+def test_what_is_due_at_once_waits_for_the_sockets() -> None:
+    with closing(EventLoop()) as loop:
+        calls = 0
+
+        def again() -> None:
+            nonlocal calls
+            calls += 1
+            assert calls < 10, "nothing else would be served"
+            loop.call_later(0.0, again)
+
+        again()
+        loop.run_once(0.0)
+        assert calls == 2
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
+def test_more_tensors_than_the_kernel_takes_at_once_arrive(sealed: bool) -> None:
+    with closing(Group(2, keys=Keys.generate() if sealed else None)) as members:
+        members.meet()
+        sent = Payload(tuple(Payload(tuple(torch.ones(100) for _ in range(50))) for _ in range(10)))
+        arrived = [members.comms[1].recv(0, tag(number)) for number in range(4)]
+        for number in range(4):
+            members.comms[0].send(sent, 1, tag(number))
+        members.until(lambda: all(one.is_done for one in arrived))
+        assert [len(list(one.result().iter_tensors())) for one in arrived] == [500] * 4
+
+
+def test_a_connection_that_sends_no_longer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although its socket is whole."""
+    monkeypatch.setattr(connection, "BROKEN_CLOSE_S", 0.0)
+    with closing(Group(2)) as members:
+        members.meet()
+        (link,) = members.transports[0]._remotes[1].connections.values()
+        monkeypatch.setattr(link, "sock", Unable(link.sock))
+        waiting = members.comms[1].recv(0, tag())
+        members.comms[0].send(numbered(1), 1, tag())
+        members.until(lambda: waiting.is_done)
+        assert isinstance(waiting.error, PeerLost)
+
+
+class Unable:
+    """A socket whose kernel has no memory for what is sent."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def sendmsg(self, buffers: object) -> int:
+        raise OSError(errno.ENOBUFS, "No buffer space available")
 
 
 # --- several connections ----------------------------------------------------------------------------------------

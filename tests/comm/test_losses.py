@@ -640,8 +640,15 @@ def test_an_error_on_the_communication_thread_ends_every_wait(monkeypatch: pytes
         with pytest.raises(RunLost, match="the communication thread failed: OSError: no such socket"):
             pending.wait()
     runtimes[0]._thread.join()
-    with pytest.raises(RunLost, match="no such socket"):
-        runtimes[0].launch(receive(runtimes[0], 1)).wait()
+    for wait in (
+        lambda: runtimes[0].launch(receive(runtimes[0], 1)),
+        lambda: runtimes[0].sleep_until(0.0),
+        lambda: runtimes[0].wait_for_data(0.0),
+        lambda: runtimes[0].wait_for_data(Pending()),
+        lambda: runtimes[0].run_in_executor(lambda: 1),
+    ):
+        with pytest.raises(RunLost, match="no such socket"):
+            wait().wait()
     monkeypatch.undo()
     parted(runtimes)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from farflung.comm.connection import Connection
+from farflung.comm.handshake import HANDSHAKE_S, Handshaker
 from farflung.comm.keys import load_keys, make_keys
 from farflung.errors import PeerLost
 from farflung.tasks import Pending
@@ -126,3 +128,21 @@ def test_a_silent_member_is_reached_through_a_relay(group: Callable[[int], Group
     assert gone.result() == 1
     members.exchange(1, 1, 2)
     assert members.views[0].members.relay.num_relayed >= 4
+
+
+def test_attempts_to_reconnect_last_longer_for_links_whose_answer_takes_seconds(
+    group: Callable[[int], Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members, limits = group(2), list[float]()
+    cut(members, 0, 1)
+    monkeypatch.setattr(
+        Handshaker,
+        "_limit_time",
+        lambda self, link, limit_s, *state: limits.append(limit_s) if state else None,
+    )
+    monkeypatch.setattr(Connection, "connect", lambda self, address: self.end(None))
+    transport = members.transports[1]
+    transport.connect_peers([members.transports[0].local_peer], is_reconnect=True)
+    for _ in range(15):
+        transport.handshaker.connect(transport._remotes[0], 0)
+    assert limits == [0.5, 0.5, 0.5, 1.5, 0.5, 0.5, 0.5, 3.0, 0.5, 0.5, 0.5, 6.0, 0.5, 0.5, 0.5, HANDSHAKE_S]

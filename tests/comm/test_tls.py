@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from farflung.comm.keys import Keys, compute_fingerprint, load_keys, make_keys
 from farflung.errors import ConfigError, DeadlinePassed, PeerLost, ProtocolError
 from farflung.types import Payload
 from farflung.wall import WallRuntime
-from tests.helpers import PATIENCE_S, impostor, in_threads, joined, parted, tag
+from tests.helpers import PATIENCE_S, Group, impostor, in_threads, joined, parted, tag
 from tests.proxy import Detour
 
 SIZE = 3
@@ -192,3 +194,18 @@ def test_the_store_cannot_send_anybody_away_in_the_clear() -> None:
     error, _ = in_threads(lambda: WallRuntime(1, 2, store), impostor(store, 0, 2, peer))
     assert isinstance(error, ProtocolError)
     assert f"sends rank 1 to tcp://{ELSEWHERE}:5000 for rank 0" in str(error)
+
+
+def test_an_alert_of_who_has_not_shown_a_certificate_is_no_refusal() -> None:
+    """Anybody on the way can send one; the member is waited for."""
+    with closing(Group(2, keys=Keys.generate())) as members, socket.create_server(("127.0.0.1", 0)) as there:
+        host, port = there.getsockname()
+        peer = dataclasses.replace(members.transports[0].local_peer, address=f"tcp://{host}:{port}")
+        members.views[1].members.connect([peer, members.transports[1].local_peer])
+        members.transports[1].poll(0.0)
+        met, _ = there.accept()
+        with met:
+            met.sendall(b"\x15\x03\x03\x00\x02\x02\x28")
+            handshaker = members.transports[1].handshaker
+            members.until(lambda: not handshaker.connections)
+        assert not members.views[1].mailbox.ended.is_done

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +15,10 @@ from typing_extensions import override
 from farflung.faults import FaultPlan
 from farflung.membership import MalformedMessage, MemberReport, MessageCodec, Vote, elastic
 from farflung.membership.agreement import Agreement
+from farflung.membership.connections import build_payload, read_payload
+from farflung.membership.giving import StatePublisher
+from farflung.tasks import Pending, Task, create_completed
+from farflung.types import Payload
 from tests.membership.test_elastic import Ended, check, run
 
 COUNT, SEEDS, AT_ONCE = 10_000, 5, 40
@@ -149,3 +156,27 @@ def test_the_run_goes_on_where_a_member_sends_malformed_messages(
     assert ended.error is None
     assert [replica.runtime.comm.rank for replica in ended.survivors] == left
     check(ended)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        Payload(()),
+        Payload((torch.ones(1), torch.ones(1))),
+        Payload((torch.ones(1, dtype=torch.bfloat16),)),
+        *map(build_payload, (b"no JSON", b"[" * 20_000, b"{}")),
+    ],
+    ids=["empty", "two tensors", "floats", "text", "nested", "object"],
+)
+def test_a_garbled_request_gets_no_answer(payload: Payload) -> None:
+    comm = SimpleNamespace(recv_any=Mock(side_effect=[create_completed((1, payload)), Pending()]))
+    agreement: Any = SimpleNamespace(roster=None, runtime=SimpleNamespace(comm=comm), is_over=False)
+    serving = Task(StatePublisher(agreement, Mock()).serve_requests(), lambda _: None, eager_start=True)
+    assert comm.recv_any.call_count == 2, "it waits for the next one"
+    assert not serving.is_done
+
+
+@pytest.mark.parametrize("tensors", [(), (torch.ones(1),), (torch.ones(1, dtype=torch.bfloat16),)])
+def test_a_message_of_no_bytes_is_malformed(tensors: tuple[torch.Tensor, ...]) -> None:
+    with pytest.raises(ValueError, match=r"bytes|values to unpack"):
+        read_payload(Payload(tensors))

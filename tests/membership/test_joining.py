@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +17,14 @@ from hypothesis import strategies as st
 
 from benchmarks.elastic.run import SCHEDULES
 from farflung.faults import Fault, FaultPlan
-from farflung.membership.connections import build_payload
+from farflung.membership.connections import build_payload, read_payload
+from farflung.membership.following import Follower
 from farflung.membership.giving import NEWS, StatePublisher
 from farflung.membership.member import Member
 from farflung.network import Link, NetworkProfile, find_network
 from farflung.sim import VirtualWorld
 from farflung.trees import pack_tensors, unpack_tensors
+from farflung.types import Payload, Tag
 from tests.covering import thorough
 from tests.membership.test_elastic import CODECS, Ended, check, run
 
@@ -275,3 +280,39 @@ def test_nothing_travels_of_what_others_have_given(schedule: str, models: int, h
     event, model_nbytes = joined(ended), 4 * 40_000
     of_a_result = 2 * 0.01 * 40_000 * 8 + 1_000
     assert event["nbytes"] < (models + 0.2) * model_nbytes + (event["followed"] + 8) * of_a_result
+
+
+class Giver:
+    """Answers requests for pieces of one tensor, late."""
+
+    def __init__(self, content: torch.Tensor) -> None:
+        self.content, self.requests, self.rank = content, list[list[Any]](), 0
+
+    def send(self, payload: Payload, rank: int, tag: Tag, priority: int) -> None:
+        self.requests.append(json.loads(read_payload(payload)))
+
+    def answer(self, follower: Follower, request: list[Any]) -> None:
+        _, _, name, begin, nbytes = request
+        head = json.dumps([name, begin]).encode()
+        follower.receive_piece(self.rank, head, self.content[begin : begin + nbytes])
+
+
+def test_an_answer_to_a_request_that_was_made_again_with_another_size_is_no_forgery() -> None:
+    giver, clock = Giver(torch.randint(0, 256, (1 << 24,), dtype=torch.uint8)), itertools.count(0.0, 0.01)
+    runtime: Any = SimpleNamespace(comm=giver, read_clock=clock.__next__)
+    follower = Follower(runtime, *(lambda *_: None,) * 4)
+    offer = {"step": 1, "parts": [["d", len(giver.content)]], "needed": [], "started": 0, "view": 1}
+    news = json.dumps({"offer": offer}).encode()
+    follower.handle_news(giver.rank, news)
+    for number in range(40):
+        giver.answer(follower, giver.requests[number])
+    lost = len(giver.requests)
+    follower.retry_requests(giver.rank)  # the connection is made again here
+    again = giver.requests[lost:]
+    follower.handle_news(giver.rank, news)  # and there, with the offer from its beginning
+    assert {nbytes for *_, nbytes in giver.requests[lost + len(again) :]} != {nbytes for *_, nbytes in again}
+    for number in itertools.count(lost):
+        if number == len(giver.requests):
+            break
+        giver.answer(follower, giver.requests[number])
+    assert torch.equal(follower._parts["d"].data, giver.content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +200,26 @@ def test_rows_of_a_step_under_way_are_waited_for_after_a_restart(reader: Make) -
     one = reader(Fountain(VALUES[:9]))
     ids = one.take(0).ids[:5]
     again = reader(Fountain(VALUES[:9]))
+    again.stream.load_state_dict(one.stream.state_dict())
+    assert again.samples.get_rows(ids).targets.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_rows_that_come_slowly_after_a_restart_are_no_silence(
+    reader: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = reader(Fountain(VALUES[:9]))
+    ids = one.take(0).ids[:5]
+    source, now_s = Fountain(VALUES[:9]), 0.0
+    read = source.read
+
+    def read_slowly(max_messages: int, wait_s: float) -> list[Records]:
+        nonlocal now_s
+        now_s += 0.9 * PATIENCE_S
+        return read(1, wait_s)
+
+    monkeypatch.setattr(source, "read", read_slowly)
+    monkeypatch.setattr("farflung.streams.live.time", SimpleNamespace(monotonic=lambda: now_s))
+    again = reader(source)
     again.stream.load_state_dict(one.stream.state_dict())
     assert again.samples.get_rows(ids).targets.tolist() == [0, 1, 2, 3, 4]
 

@@ -30,6 +30,10 @@ __all__ = ["LINGER_S", "Connection", "ConnectionState"]
 
 LINGER_S = 5.0
 """Seconds without any byte sent after which a closing transport gives up; for removed peers, seconds in all."""
+BROKEN_CLOSE_S = 1.0
+"""Seconds until a connection that sends no longer is closed: what has arrived is read first."""
+_MAX_BUFFERS = 1024
+"""Most buffers of one call of ``sendmsg``, by the limit of Linux and macOS (IOV_MAX)."""
 _KEEPIDLE = 0x10 if sys.platform == "darwin" else 4
 _KEEPALIVE_S = 30
 _SIOCOUTQ, _SO_NWRITE = 0x5411, 0x1024
@@ -185,13 +189,14 @@ class Connection:
             and (self._unsent or self._take_chunk())
         ):
             try:
-                sent = self.sock.sendmsg(self._unsent)
+                sent = self.sock.sendmsg(self._unsent[:_MAX_BUFFERS])
             except _WOULD_BLOCK:
                 self._watch_writable()
                 return
-            except OSError:
+            except OSError as error:
                 self._is_broken = True  # bytes that arrived before are read first; reading then finds the end
                 self._unsent.clear()
+                self._loop.call_later(BROKEN_CLOSE_S, partial(self.end, error))
                 return
             has_measured = self._is_blocked and self.pieces.record_sent(sent)
             while sent:
@@ -402,7 +407,7 @@ class Connection:
         self._loop.watch(self._fd)
         self.sock.close()
         self._handshaker.connections.discard(self)
-        chunk, self._chunk, self._unsent = self._chunk, None, []
+        chunk, self._chunk, self._unsent, self.tls = self._chunk, None, [], None
         if self.remote is None:
             self._handshaker.handle_end(self, old_state, error)
             return

@@ -42,9 +42,9 @@ MAX_UNAUTHENTICATED = 64
 """Most unauthenticated connections at once, besides the expected members."""
 RETRY_S, MAX_RETRY_S = 0.2, 5.0
 """Seconds until another attempt to connect, doubled each time, and their maximum."""
-MAX_QUICK_RETRIES, QUICK_RETRY_S = 200, (0.5, 0.5, 0.5, 1.5)
-"""Most quick attempts to reconnect to a rank, and the seconds of each, in turn: the kernel retransmits after 1
-second."""
+MAX_QUICK_RETRIES, QUICK_RETRY_S, LONG_RETRY_S = 200, 0.5, 1.5
+"""Most quick attempts to reconnect to a rank, the seconds of each, and those of the first fourth one: the kernel
+retransmits after 1 second. Fourth attempts double up to :data:`HANDSHAKE_S`, for links whose answer takes seconds."""
 _MAX_ACCEPTS = 32
 """Most connections that are accepted in a row."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -113,17 +113,15 @@ class Handshaker:
         if self._is_closed or member.has_ended:
             return
         host, port = peer.host_and_port
+        context = None
         try:
+            if self._transport.keys is not None:
+                context = build_tls_context(self._transport.keys, [peer.key or ""], is_server=False)
             sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         except OSError:  # no descriptor is free
             self._loop.call_later(MAX_RETRY_S, partial(self.connect, member, index, retry_s))
             return
         sock.setblocking(False)
-        context = (
-            None
-            if self._transport.keys is None
-            else build_tls_context(self._transport.keys, [peer.key or ""], is_server=False)
-        )
         connection = Connection(self._loop, self, sock, peer.rank, context)
         connection.index = index
         if should_connect(self._transport.local_peer, peer):  # not a probe
@@ -133,9 +131,10 @@ class Handshaker:
             )
             connection.retry = partial(self._loop.call_later, retry_s, retry)
             if is_quick:
+                num_long, turn = divmod(member.num_retries, 4)
                 member.num_retries += 1
-                quick_s = QUICK_RETRY_S[member.num_retries % len(QUICK_RETRY_S)]
-                self._limit_time(connection, quick_s, ConnectionState.CONNECTING)
+                limit_s = QUICK_RETRY_S if turn < 3 else min(LONG_RETRY_S * 2**num_long, HANDSHAKE_S)
+                self._limit_time(connection, limit_s, ConnectionState.CONNECTING)
         self._limit_time(connection, HANDSHAKE_S)
         connection.connect((host, port))
 
@@ -145,6 +144,7 @@ class Handshaker:
             if not self._is_accepting:
                 return
             try:
+                context = self._get_server_context()
                 sock, _ = self.server_socket.accept()
             except (BlockingIOError, InterruptedError):
                 return
@@ -156,7 +156,7 @@ class Handshaker:
                     return
                 continue  # it was closed before it was accepted
             sock.setblocking(False)
-            connection = Connection(self._loop, self, sock, None, self._get_server_context())
+            connection = Connection(self._loop, self, sock, None, context)
             is_crowded = (
                 sum(pending.dialed_rank is None for pending in self.unauthenticated)
                 > MAX_UNAUTHENTICATED // 2
@@ -347,7 +347,9 @@ class Handshaker:
             return
         if old_state is not ConnectionState.CONNECTING and not isinstance(error, TimeoutError):
             member.has_failed_auth = True
-        if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "") and not self._allows_late:
+        is_alert = isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")
+        if is_alert and old_state is ConnectionState.UNAUTHENTICATED and not self._allows_late:
+            # It has shown its certificate, and now refuses this one's; before that anyone could send an alert.
             self._transport.listener.handle_denial(member.peer.rank)
         connection.retry()
 

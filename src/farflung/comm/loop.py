@@ -52,7 +52,8 @@ class EventLoop:
                 readable()
             if writable is not None and events & selectors.EVENT_WRITE:
                 writable()
-        while self._timers and self._timers[0][0] <= time.monotonic():
+        now_s = time.monotonic()  # what is scheduled from here on waits for the sockets
+        while self._timers and self._timers[0][0] <= now_s:
             heapq.heappop(self._timers)[2]()
 
     def close(self) -> None:

@@ -282,8 +282,10 @@ def build_payload(text: bytes) -> Payload:
 
 
 def read_payload(payload: Payload) -> bytes:
-    """Returns the bytes of a message; raises ``ValueError`` if it has further tensors."""
+    """Returns the bytes of a message; raises ``ValueError`` if it is not one tensor of bytes."""
     (text,) = payload.iter_tensors()
+    if text.dtype != torch.uint8:
+        raise ValueError(f"a message of {text.dtype} in place of bytes")
     return bytes(text.numpy())
 
 

@@ -71,8 +71,8 @@ class _SnapshotSource:
     fetched_numbers: list[int] = field(default_factory=list)
     """Numbers of fetched results that the member does not know of yet."""
     start_state: Mapping[str, Any] | None = None
-    pending_requests: dict[tuple[ContentName, int], tuple[int, float]] = field(default_factory=dict)
-    """Size and time of each unanswered request, by name and begin."""
+    pending_requests: dict[tuple[ContentName, int, int], float] = field(default_factory=dict)
+    """Time of each unanswered request, by name, begin and size: a retry may ask for another size at the same begin."""
     window_nbytes: int = 2 * _PIECE_NBYTES
     """Maximum number of requested bytes."""
     min_answer_s: float = math.inf
@@ -86,7 +86,7 @@ class _SnapshotSource:
     @property
     def room_nbytes(self) -> int:
         """Number of bytes that may still be requested."""
-        return self.window_nbytes - sum(nbytes for nbytes, _ in self.pending_requests.values())
+        return self.window_nbytes - sum(nbytes for *_, nbytes in self.pending_requests)
 
     def record_answer(self, nbytes: int, seconds: float, queue_s: float) -> None:
         """Adapts the window to the time of an answer, which may include ``queue_s`` of queueing."""
@@ -390,7 +390,7 @@ class Follower:
         if (source := self._sources.get(rank)) is None:
             return
         pending, source.pending_requests = source.pending_requests, {}
-        for (name, begin), (nbytes, _) in pending.items():
+        for name, begin, nbytes in pending:
             content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
             if content is not None:
                 content.pending_ranges.insert(0, (begin, begin + nbytes))
@@ -426,7 +426,7 @@ class Follower:
                 while is_held and content.pending_ranges and source.room_nbytes > 0:
                     max_nbytes = min(max(source.window_nbytes // 4, _PIECE_NBYTES), _MAX_PIECE_NBYTES)
                     begin, nbytes = content.take_range(max_nbytes)
-                    source.pending_requests[name, begin] = nbytes, self._runtime.read_clock()
+                    source.pending_requests[name, begin, nbytes] = self._runtime.read_clock()
                     text = json.dumps(
                         [self._view_number, source.fetched_numbers, name, begin, nbytes]
                     ).encode()
@@ -434,17 +434,13 @@ class Follower:
                     self._comm.send(build_payload(text), rank, REQUESTS, -1)
 
     def receive_piece(self, rank: int, head: bytes, piece: Tensor) -> None:
-        """Stores a requested piece; raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is malformed."""
+        """Stores a piece if it is requested; raises ``ValueError`` or ``TypeError`` if its head is malformed."""
         name, begin = json.loads(head)
-        source = self._sources.get(rank)
-        nbytes, request_s = (
-            source.pending_requests.pop((name, begin), (-1, 0.0)) if source is not None else (-1, 0.0)
-        )
+        nbytes, source = len(piece), self._sources.get(rank)
+        request_s = source.pending_requests.pop((name, begin, nbytes), None) if source is not None else None
         content = self._parts.get(name) if isinstance(name, str) else self._contents.get(name)
-        if source is None or content is None or nbytes < 0:
+        if source is None or content is None or request_s is None:
             return
-        if len(piece) != nbytes:
-            raise ValueError(f"a piece of {len(piece)} bytes in place of {nbytes}")
         queue_s = _WAITED_FOR_S if self.is_waited_for else _QUEUE_S
         source.record_answer(nbytes, self._runtime.read_clock() - request_s, queue_s)
         content.put_piece(begin, piece)

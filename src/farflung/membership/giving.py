@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from torch import Tensor
 
 from farflung.comm import Purpose
-from farflung.membership.connections import TAG, build_byte_tensor, build_payload
+from farflung.membership.connections import TAG, build_byte_tensor, build_payload, read_payload
 from farflung.membership.exchanges import ExchangeLog, LoggedExchange, Result
 from farflung.membership.messages import MalformedMessage
 from farflung.types import Payload, Tag
@@ -281,8 +281,8 @@ class StatePublisher:
         """Serves requests for pieces: after all other messages, unless the others wait for the replica."""
         while True:
             rank, payload = await self._comm.recv_any(REQUESTS, deadline_s=math.inf)
-            with suppress(ValueError, TypeError, KeyError):  # a malformed request gets no answer
-                view, fetched, name, begin, nbytes = json.loads(bytes(next(payload.iter_tensors()).numpy()))
+            with suppress(ValueError, TypeError, KeyError, RecursionError):  # a malformed one gets no answer
+                view, fetched, name, begin, nbytes = json.loads(read_payload(payload))
                 self._send_piece(rank, view, fetched, name, begin, nbytes)
 
     def _send_piece(

@@ -297,14 +297,14 @@ class LiveStream(Stream):
             if self._reread_ids:
                 if self._thread is None:
                     self._start_thread(0)
-                has_arrived = self._condition.wait_for(
-                    lambda: self._error is not None or self._reread_ids.isdisjoint(sample_ids),
-                    self._deadline_s,
-                )
+                begin_s = time.monotonic()
+                while self._error is None and not self._reread_ids.isdisjoint(sample_ids):
+                    silent_s = time.monotonic() - max(begin_s, self._silent_since)
+                    if silent_s >= self._deadline_s:
+                        raise self._build_silence_error(silent_s)
+                    self._condition.wait(self._deadline_s - silent_s)
                 if self._error is not None:
                     raise self._error
-                if not has_arrived:
-                    raise self._build_silence_error(self._deadline_s)
             messages = [self._samples[sample_id] for sample_id in sample_ids]
         return self._messages.build_rows(messages)
 

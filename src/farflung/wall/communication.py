@@ -37,7 +37,7 @@ class CommunicationThread(threading.Thread):
         self._ready: deque[Callable[[], None]] = deque()
         self._is_sleeping = False
         self._is_stopping = False
-        self._tasks: set[Pending[Any]] = set()
+        self._tracked: set[Pending[Any]] = set()
         self._end_error: RunLost | None = None
         self._total_cpu_s: float | None = None
         self._wakeup_send, self._wakeup_recv = socket.socketpair()
@@ -66,12 +66,18 @@ class CommunicationThread(threading.Thread):
     def launch(self, coroutine: Coroutine[Pending[Any], None, T]) -> Pending[T]:
         """Runs a coroutine here; usable from any thread. It fails if this thread has ended or ends before."""
         task = Task(coroutine, self.call_soon)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.track(task)
         if self._end_error is not None:
-            task.set_exception(self._end_error)
             coroutine.close()
         return task
+
+    def track(self, pending: Pending[T]) -> Pending[T]:
+        """Returns a result that this thread is to complete; it fails if the thread has ended or ends before."""
+        self._tracked.add(pending)
+        pending.add_done_callback(self._tracked.discard)
+        if self._end_error is not None:
+            pending.set_exception(self._end_error)
+        return pending
 
     def stop(self) -> None:
         """Ends the thread after its queued calls, and waits for the end."""
@@ -102,19 +108,19 @@ class CommunicationThread(threading.Thread):
         except BaseException as error:
             failure = RunLost(f"the communication thread failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self._fail_tasks(failure)
+            self._fail_tracked(failure)
             self._session.mailbox.end(failure)
         finally:
             self._is_sleeping = False
-            self._fail_tasks(RunLost(_LEFT_MESSAGE))
+            self._fail_tracked(RunLost(_LEFT_MESSAGE))
             self._session.close()
             self._total_cpu_s = time.thread_time()
 
-    def _fail_tasks(self, error: RunLost) -> None:
-        """Fails all tasks, including those launched later."""
+    def _fail_tracked(self, error: RunLost) -> None:
+        """Fails all tracked results, including those of later."""
         self._end_error = self._end_error or error
-        for task in list(self._tasks):
-            task.set_exception(self._end_error)
+        for pending in list(self._tracked):
+            pending.set_exception(self._end_error)
 
     def _drain_wakeup(self) -> None:
         self._wakeup_recv.recv(4096)

@@ -191,7 +191,7 @@ class WallRuntime:
         return self._thread.cpu_s
 
     def sleep_until(self, t: float) -> Pending[None]:
-        woken: Pending[None] = Pending()
+        woken = self._thread.track(Pending[None]())
         self._thread.call_soon(lambda: self._thread.call_at(t, lambda: woken.set_result(None)))
         return woken
 
@@ -201,7 +201,7 @@ class WallRuntime:
     def wait_for_data(self, ready: Pending[None] | float) -> Pending[None]:
         """Completes at a clock time, or when another thread reports samples; fails if the view ends first."""
         data = ready if isinstance(ready, Pending) else self.sleep_until(ready)
-        finished: Pending[None] = Pending()
+        finished = self._thread.track(Pending[None]())
         self._thread.call_soon(lambda: self.session.wait_monitor.wait_for_data(finished))
 
         def finish(_: object) -> None:
@@ -290,7 +290,7 @@ class WallRuntime:
         Returns:
           Completes with its result or error, on the communication thread.
         """
-        result: Pending[T] = Pending()
+        result = self._thread.track(Pending[T]())
 
         def run() -> None:
             try:

@@ -77,7 +77,7 @@ def create_elastic(
     )
     elastic.agreement.on_connect = visits.introduce_peer
     if runtime.comm.size > 1:
-        runtime.launch(visits.serve_visitors(guest))
+        elastic.agreement.launch(visits.serve_visitors(guest))
     return elastic
 
 
@@ -117,7 +117,8 @@ class _VisitHandler:
             guest.watch_greetings(self._runtime, self.elastic)
             self._joined_ranks.update(guest.used_ranks)
             for peer in guest.guests:
-                self._admit_peer(peer)
+                with suppress(FarflungError):  # this member cannot reach it, as below
+                    self._admit_peer(peer)
         self._runtime.session.transport.accept_visits(
             self._key, partial(process_question, self._handle_request)
         )
