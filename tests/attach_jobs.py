@@ -608,6 +608,7 @@ def states_of_others(rank: int, size: int, store: dist.Store) -> list[str]:
         own = handle.state_dict()
         handle.load_state_dict(own)
         others: list[dict[str, Any]] = [{**own, "rank": 1 - rank}, {**own, "buckets": [3]}, {"model": {}}]
+        others += [{**own, "recipe": {**own["recipe"], name: "other"}} for name in ("codec", "schedule")]
         for other in others:
             try:
                 handle.load_state_dict(other)

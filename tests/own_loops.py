@@ -284,6 +284,57 @@ def functional(model: nn.Sequential, optimizer: Optimizer, handle: Handle | None
         optimizer.step()
 
 
+def micro_batches_of_padding(
+    model: nn.Sequential, optimizer: Optimizer, handle: Handle | None, rank: int
+) -> None:
+    """The first one of a step counts for nothing on one rank, so that its gradients are zeros."""
+    for step, (x, y) in enumerate(batches(rank)):
+        optimizer.zero_grad()
+        for number, (part, target) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+            weight = 0.0 if (rank, step, number) == (0, 2, 0) else 0.5
+            (weight * sum(losses(model, part, target))).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+
+class Failing(torch.autograd.Function):
+    """Has no memory for its gradient."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise MemoryError
+
+
+def another_try(model: nn.Sequential, optimizer: Optimizer, handle: Handle | None, rank: int) -> None:
+    """A backward pass fails after its first gradients, and the batch is tried again."""
+    for step, (x, y) in enumerate(batches(rank)):
+        optimizer.zero_grad()
+        if (rank, step) == (0, 2):
+            with contextlib.suppress(MemoryError):
+                F.cross_entropy(model[2](Failing.apply(model[1](model[0](x)))), y).backward()
+            optimizer.zero_grad()
+        sum(losses(model, x, y)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+
+def critics(model: nn.Sequential, optimizer: Optimizer, handle: Handle | None, rank: int) -> None:
+    """An optimizer of other parameters takes several steps for each one of the attached."""
+    other = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    for x, y in batches(rank):
+        for _ in range(5):
+            other.zero_grad()
+            model[0](x).square().mean().backward()
+            other.step()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 LOOPS: dict[str, Loop] = {
     each.__name__: each
     for each in (
@@ -304,6 +355,9 @@ LOOPS: dict[str, Loop] = {
         undefined_gradients,
         with_graph,
         functional,
+        micro_batches_of_padding,
+        another_try,
+        critics,
     )
 }
 
@@ -327,7 +381,8 @@ def _run(loop: Loop, recipe: farflung.Recipe, env: LaunchEnv, store: dist.Store)
     elif loop in (another_after, another_before):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1, momentum=0.9)
     else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        of = model[2] if loop is critics else model
+        optimizer = torch.optim.SGD(of.parameters(), lr=0.1, momentum=0.9)
     if loop is by_hand_in_backward:
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(update_in_backward)

@@ -142,6 +142,7 @@ def test_nothing_is_encoded_before_the_first_step(monkeypatch: pytest.MonkeyPatc
         assert set(steps) == set(range(attach_jobs.STEPS))
 
 
+@pytest.mark.filterwarnings("ignore:.*and there is one")
 @pytest.mark.parametrize("how", ["synchronous", "dga"])
 def test_each_step_is_told_of(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
@@ -257,6 +258,7 @@ def test_ranks_that_resume_at_different_steps_are_told_the_newest_common_one(
     assert said == [f"replicas start from different steps, {listed}: {remedy}"] * 2
 
 
+@pytest.mark.filterwarnings("ignore:.*and there is one")
 @pytest.mark.parametrize(
     "how",
     ["synchronous", "pipelined(3, correction=0.1)", "delayed(3)", "delayed(3, pull='swap')", "diloco(3)"],
@@ -314,10 +316,12 @@ def test_the_example_of_a_checkpoint_goes_on_to_the_bit(pool: Pool, tmp_path: Pa
 
 def test_a_state_that_is_not_ones_own_is_refused(pool: Pool) -> None:
     for rank, said in enumerate(pool.run(2, "tests.attach_jobs.states_of_others")):
-        another, model, none = said
+        another, model, none, codec, schedule = said
         assert f"that of rank {1 - rank} of 2, and this is rank {rank} of 2" in another
         assert "another model" in model
-        assert "lacks buckets, exchanges, rank, share, size, step" in none
+        assert "lacks buckets, exchanges, rank, recipe, share, size, step" in none
+        assert "another recipe, codec other in place of identity" in codec
+        assert "another recipe, schedule other in place of synchronous" in schedule
 
 
 # --- what is refused, and what is said ---------------------------------------------------------------------------
@@ -335,8 +339,8 @@ def test_models_and_optimizers_that_cannot_be_carried_are_refused_by_name(pool: 
         "lazy": "1.weight is lazy and has no shape yet: run a batch through the model before",
         "lazy buffer": "1.running_mean is lazy",
         "complex": "parameter weight is complex",
-        "closure": "LBFGS computes gradients inside its step, which schedule pipelined(2) cannot follow",
-        "closure, delayed": "which schedule delayed(2) cannot follow",
+        "closure": "LBFGS computes gradients inside its step, which schedule pipelined cannot follow",
+        "closure, delayed": "which schedule delayed(delay=2) cannot follow",
         "nonfinite": "must be None or one of stop, skip, exclude",
         "no values": "1.weight is on the meta device and has no values",
         "expanded": "mask is expanded, so that several elements share one place in memory: clone() it",

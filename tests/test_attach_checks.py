@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,8 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from farflung.attach_checks import check_optimizer, check_unwrapped, needs_closure, unwrap_optimizer
-from farflung.errors import ConfigError, Unsupported
+import farflung
+from farflung.attach_checks import (
+    check_optimizer,
+    check_steps,
+    check_unwrapped,
+    needs_closure,
+    unwrap_optimizer,
+)
+from farflung.errors import CheckpointError, ConfigError, Unsupported
+from farflung.schedules import Delayed, Synchronous
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -80,3 +89,46 @@ def test_an_optimizer_of_other_parameters_is_refused(kind: str) -> None:
 def test_who_needs_a_closure(kind: str) -> None:
     optimizer = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters(), lr=0.1)
     assert needs_closure(optimizer) == (kind == "LBFGS")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"elastic": -1}, "elastic -1 must be 0 to 1"),
+        ({"elastic": 2}, "elastic 2 must be 0 to 1"),
+        ({"deadline_s": 0.0}, "deadline_s 0.0: must be above 0"),
+        ({"deadline_s": math.nan}, "deadline_s nan: must be above 0"),
+    ],
+)
+def test_options_without_sense_are_refused(options: dict[str, Any], says: str) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=f"attach: {says}"):
+        farflung.attach(model, torch.optim.SGD(model.parameters()), **options)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_a_weight_without_sense_is_refused(weight: float) -> None:
+    model = nn.Linear(2, 1)
+    with (
+        farflung.attach(model, torch.optim.SGD(model.parameters())) as handle,
+        pytest.raises(ConfigError, match="must be finite, and 0 or more"),
+    ):
+        handle.set_weight(weight)
+
+
+def test_steps_that_differ_between_replicas_or_average_with_nobody_are_said() -> None:
+    parameters = [nn.Parameter(torch.zeros(2))]
+    search = torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe")
+    with pytest.warns(UserWarning, match="the line search of LBFGS compares losses: return the mean"):
+        check_steps(Synchronous(), search, 2)
+    with pytest.warns(UserWarning, match="attach: schedule delayed averages replicas, and there is one"):
+        check_steps(Delayed(), torch.optim.SGD(parameters), 1)
+    check_steps(Synchronous(), search, 1)
+
+
+@pytest.mark.parametrize("state", [{}, {"step": 1}, {"step": 1, "parameters": {"0": []}}])
+def test_what_is_no_state_of_the_hook_is_refused(state: dict[str, Any]) -> None:
+    hook_state, _ = farflung.ddp_hook("int8")
+    with pytest.raises(CheckpointError, match="this is no state of the hook: it lacks"):
+        hook_state.load_state_dict(state)
+    hook_state.load_state_dict(hook_state.state_dict())

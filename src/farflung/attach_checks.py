@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from farflung.config import ON_NONFINITE
 from farflung.errors import ConfigError, Unsupported
+from farflung.options import check_integer
 from farflung.rates import NoScaling
 from farflung.schedules import SCHEDULES
 from farflung.spec import format_spec
@@ -30,6 +31,7 @@ __all__ = [
     "check_options",
     "check_recipe",
     "check_site",
+    "check_steps",
     "check_tensors",
     "check_unwrapped",
     "describe_attach_support",
@@ -61,9 +63,16 @@ def describe_attach_support(recipe: Recipe) -> str:
 
 
 def check_options(
-    parts: Components, nonfinite: str | None, elastic: int, quorum: str, *, has_sampler: bool
+    parts: Components,
+    nonfinite: str | None,
+    elastic: int,
+    quorum: str,
+    deadline_s: float,
+    *,
+    size: int,
+    has_sampler: bool,
 ) -> None:
-    """Checks options of ``attach`` that need neither a model nor other replicas.
+    """Checks options of ``attach`` for ``size`` replicas that need neither a model nor other replicas.
 
     Raises:
       ConfigError: An option has no such value, or the recipe needs all replicas.
@@ -72,6 +81,9 @@ def check_options(
         raise ConfigError(
             f"attach: nonfinite {nonfinite!r}: must be None or one of {', '.join(ON_NONFINITE)}"
         )
+    check_integer("attach", "elastic", elastic, 0, size)
+    if not deadline_s > 0:
+        raise ConfigError(f"attach: deadline_s {deadline_s}: must be above 0")
     refusal = parts.reason_all_needed or ("an importance sampler needs all replicas" if has_sampler else "")
     if elastic and refusal:
         raise ConfigError(f"attach: elastic: {refusal}")
@@ -275,6 +287,30 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "before, unless another optimizer has them",
             stacklevel=3,
         )
+
+
+def check_steps(schedule: Schedule, optimizer: torch.optim.Optimizer, size: int) -> None:
+    """Warns where steps of ``size`` replicas do less than a user expects.
+
+    Raises:
+      Unsupported: The optimizer computes gradients inside its step, and the schedule has local or late steps.
+    """
+    name = type(optimizer).__name__
+    if needs_closure(optimizer) and not schedule.is_synchronous:
+        raise Unsupported(
+            f"attach: {name} computes gradients inside its step, which schedule "
+            f"{format_spec(schedule, SCHEDULES)} cannot follow: use a synchronous recipe"
+        )
+    if size > 1 and any(group.get("line_search_fn") for group in optimizer.param_groups):
+        warnings.warn(
+            f"attach: the line search of {name} compares losses: return the mean over all replicas from the closure, "
+            "or they take different steps",
+            stacklevel=3,
+        )
+    try:
+        schedule.check(size)
+    except ConfigError as error:
+        warnings.warn(f"attach: {error}", stacklevel=3)
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

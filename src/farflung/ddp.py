@@ -394,8 +394,11 @@ class HookState:
         """Restores a state from :meth:`state_dict` of the same rank.
 
         Raises:
-          CheckpointError: The state is of another model; raised here or in the first backward pass.
+          CheckpointError: The state is of another model, or not of a hook; raised here or in the first backward pass.
         """
+        required_keys = {"step", "parameters", *(("shared", "local") if state.get("parameters") else ())}
+        if missing_keys := required_keys - state.keys():
+            raise CheckpointError(f"this is no state of the hook: it lacks {', '.join(sorted(missing_keys))}")
         self.step, self._loaded_state = state["step"], state
         if self._buckets is not None:
             self._runtime.launch(self._restore()).wait()

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -22,6 +22,7 @@ from farflung.attach_checks import (
     check_options,
     check_recipe,
     check_site,
+    check_steps,
     check_tensors,
     check_unwrapped,
     is_accumulating,
@@ -39,7 +40,7 @@ from farflung.engine.averaging import (
     sum_over_ranks,
 )
 from farflung.engine.placement import to_local
-from farflung.errors import CheckpointError, ConfigError, RunLost, Unsupported
+from farflung.errors import CheckpointError, ConfigError, DeadlinePassed, RunLost, Unsupported
 from farflung.loop import compute_fingerprint, describe_optimizer
 from farflung.loop_recorder import RECIPE_VARIABLE, LoopRecorder
 from farflung.moments import collect_eval_state, get_optimizer_name
@@ -49,7 +50,7 @@ from farflung.seeding import derive_seed
 from farflung.sites import ReplicaSite, SiteBuckets
 from farflung.step_tracker import SPREAD_TOLERANCE, LoopChecks, ReplicaComparison, StepTracker
 from farflung.telemetry import Sink, Telemetry, combine_sinks
-from farflung.types import Schedule, State
+from farflung.types import Json, Schedule, State
 from farflung.wall import LaunchEnv, WallRuntime
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ T = TypeVar("T")
 
 _CONNECT_TIMEOUT_S = 60.0
 _JOIN_HINT = "; if ranks have different numbers of batches, put the loop inside handle.join()"
+_EQUAL_STEPS_HINT = "; this schedule needs equally many steps on all ranks"
+_STATE_FAMILIES = ("codec", "reducer", "schedule")
+"""Families of components whose states a handle saves."""
 _active_handles: list[Handle] = []
 """Handles of this process that have not finished."""
 
@@ -138,7 +142,6 @@ def attach(
     parsed_recipe = parse_recipe(recipe) if isinstance(recipe, str) else recipe
     parts = parsed_recipe.build_components(seed)
     check_recipe(parsed_recipe, parts)
-    check_options(parts, nonfinite, elastic, quorum, has_sampler=sampler is not None)
     check_unwrapped(model, has_site=site is not None)
     own_site = None if site is None else ReplicaSite(site, deadline_s)
     env = launch_env or LaunchEnv.read_site() or LaunchEnv.read() or LaunchEnv(0, 1, 0, 1)
@@ -158,10 +161,12 @@ def attach(
         raise ConfigError(
             "attach: FARFLUNG_SITE is set: give attach(site=...) the process group of this site"
         )
+    check_options(parts, nonfinite, elastic, quorum, deadline_s, size=size, has_sampler=sampler is not None)
     check_tensors(model, is_alone=size == 1 and own_site is None)
     should_accumulate = partial(is_accumulating, optimizer)
     optimizer = unwrap_optimizer(optimizer)
     check_optimizer(model, optimizer)
+    check_steps(parts.schedule, optimizer, size)
     if any(handle.is_attached_to(model.parameters()) for handle in _active_handles):
         raise ConfigError("attach: this model is attached already; call finish() on its handle first")
     if sampler is not None and (sampler.rank, sampler.size) != (rank, size):
@@ -211,13 +216,10 @@ def attach(
         max_unreceived_nbytes=math.inf if elastic else None,
     )
     try:
-        runtime.session.members.leave_detail += _JOIN_HINT
+        runtime.session.members.leave_detail += (
+            _JOIN_HINT if parts.schedule.is_synchronous else _EQUAL_STEPS_HINT
+        )
         runtime.limit_messages(itertools.chain(model.parameters(), model.buffers()))
-        if needs_closure(optimizer) and not parts.schedule.is_synchronous:
-            raise Unsupported(
-                f"attach: {type(optimizer).__name__} computes gradients inside its step, which schedule "
-                f"{parsed_recipe.schedule} cannot follow: use a synchronous recipe"
-            )
         engine = Engine(
             runtime,
             buckets,
@@ -243,6 +245,7 @@ def attach(
             buckets,
             engine,
             parts.schedule,
+            parsed_recipe.settings,
             collective,
             sink,
             should_accumulate,
@@ -281,6 +284,7 @@ class Handle:
         buckets: GradientBuckets,
         engine: Engine,
         schedule: Schedule,
+        recipe_settings: Mapping[str, Json],
         collective: str,
         sink: Sink | None = None,
         is_accumulating: Callable[[], bool] = lambda: False,
@@ -294,7 +298,7 @@ class Handle:
         """Name of the collective for all-reduces, with ``auto`` already resolved."""
         self._model, self._optimizer = model, optimizer
         self._runtime, self._buckets, self._engine = runtime, buckets, engine
-        self._schedule, self._gain = schedule, gain
+        self._schedule, self._recipe_settings, self._gain = schedule, dict(recipe_settings), gain
         self._network, self._site = network, site
         self._members: tuple[int, ...] | None = None
         """Members on which the processes of a site have agreed; ``None`` if those of the engine count."""
@@ -397,10 +401,10 @@ class Handle:
         All processes of a site call this together, and its weight is their mean.
 
         Raises:
-          ConfigError: The weight is negative.
+          ConfigError: The weight is negative or not finite.
         """
-        if weight < 0:
-            raise ConfigError(f"weight {weight}: must be 0 or more")
+        if not 0 <= weight < math.inf:
+            raise ConfigError(f"weight {weight}: must be finite, and 0 or more")
         self._steps.weight = weight if self._site is None else self._site.average(weight)
 
     @contextmanager
@@ -502,6 +506,7 @@ class Handle:
             "rank": self.rank,
             "size": self._runtime.comm.size,
             "share": list(self.share),
+            "recipe": self._recipe_settings,
             "buckets": self._buckets.layout,
             "model": {name: to_local(tensor).clone() for name, tensor in tensors.items()},
             "exchanges": exchanges,
@@ -514,9 +519,9 @@ class Handle:
         exchanges in flight are awaited and discarded.
 
         Raises:
-          CheckpointError: The state is of another model, rank or number of replicas, or not of a handle.
+          CheckpointError: The state is of another model, recipe, rank or number of replicas, or not of a handle.
         """
-        required_keys = {"step", "rank", "size", "share", "buckets", "model", "exchanges"}
+        required_keys = {"step", "rank", "size", "share", "recipe", "buckets", "model", "exchanges"}
         if missing_keys := required_keys - state.keys():
             raise CheckpointError(f"this is no state of a handle: it lacks {', '.join(sorted(missing_keys))}")
         if (state["rank"], state["size"]) != (self.rank, self._runtime.comm.size):
@@ -530,6 +535,16 @@ class Handle:
                 f"{self.share[0]} of {self.share[1]}: "
                 "torch.distributed.checkpoint can reshard model and optimizer; begin without this state, which loses "
                 "residuals and exchanges in flight, or start as many processes"
+            )
+        changes = [
+            f"{name} {state['recipe'].get(name)} in place of {self._recipe_settings[name]}"
+            for name in _STATE_FAMILIES
+            if state["recipe"].get(name) != self._recipe_settings[name]
+        ]
+        if changes:
+            raise CheckpointError(
+                f"this state was made with another recipe, {', '.join(changes)}: attach with that one, or begin "
+                "without this state, which loses residuals and exchanges in flight"
             )
         self._reshard()
         tensors = {
@@ -560,6 +575,8 @@ class Handle:
             try:
                 self._end_run()
             except BaseException as error:
+                if isinstance(error, DeadlinePassed) and not self._schedule.is_gradient_only:
+                    error.add_note(f"rank {self.rank} finished after {self.step} steps: do all take as many?")
                 self._close(error)
                 raise
             self._close(None)

@@ -69,6 +69,11 @@ class BackwardPass:
         queue_backward_callback(partial(queue_backward_callback, end) if self._is_deferred else end)
         return True
 
+    def restart(self) -> None:
+        """Follows the current task in place of a pass that broke off."""
+        self._tasks.clear()
+        self.follow_task()
+
     def _handle_task_end(self, task: int) -> None:
         """Ends the pass with the outermost task; follows the outer task of a reentrant checkpoint."""
         self._tasks[task] = None
@@ -354,6 +359,8 @@ class StepTracker:
     # --- inside autograd --------------------------------------------------------------------------------------
 
     def _handle_gradient(self, parameter: nn.Parameter) -> None:
+        if self._has_stepped is None and not self._engine.round_number:
+            self._engine.restart()  # the loop may have loaded weights since the start
         self._has_stepped = False
         if not self.is_syncing or self._is_accumulating():
             return
@@ -362,10 +369,13 @@ class StepTracker:
         if parameter.grad is not None:
             self._empty_passes = 0
         if not self._pass.follow_task():
-            raise RunLost(
-                f"the backward pass of step {self.step} broke off on rank {self._runtime.comm.rank} while others took "
-                "its gradients; start again from a checkpoint"
-            )
+            if self._engine.has_gradient_transfers(self.step):
+                raise RunLost(
+                    f"the backward pass of step {self.step} broke off on rank {self._runtime.comm.rank} while others "
+                    "took its gradients; start again from a checkpoint"
+                )
+            self._pass.restart()
+            self._buckets.arm(self._engine.handle_bucket)
 
     def _begin_pass(self, parameter: nn.Parameter) -> None:
         self._checks.check_all_exchanged()
@@ -401,21 +411,35 @@ class StepTracker:
                 raise Unsupported(self._checks.describe_missing_step(symptom))
             self.end_step(has_updated=False, is_in_pass=True)
         elif self._engine.has_gradient_transfers(self.step):
-            self._passes += 1
-            if self._passes >= _MAX_PASSES:
-                self._checks.warn_once("step", self._checks.describe_missing_step(symptom))
+            self._count_pass(symptom)
+            if not is_kept and self._engine.reducer_states.has_local_tensors:
+                self._checks.warn_once(
+                    "discarded",
+                    "the loop has removed the gradients of a pass before a step; what the codec left out of them is "
+                    "added to later steps nevertheless: put passes that no step follows inside handle.no_sync()",
+                )
             if self._engine.is_round_open:
                 self._runtime.drive(self._engine.finish_round(has_updated=False, should_apply=False))
         elif not is_kept:
-            sums = compute_sketch(self._buckets.tensors)
+            self._count_pass(symptom)
+            own_ids = {id(p) for p in list_optimizer_parameters(self._optimizer)}
+            pairs = zip(self._buckets.parameters, self._buckets.tensors, strict=True)
+            sums = compute_sketch([tensor for parameter, tensor in pairs if id(parameter) in own_ids])
             if self._sketch_of_open_step is not None and not torch.equal(sums, self._sketch_of_open_step):
                 raise Unsupported(
                     self._checks.describe_missing_step("takes no step, while parameters change")
                 )
             self._sketch_of_open_step = sums
 
+    def _count_pass(self, symptom: str) -> None:
+        self._passes += 1
+        if self._passes >= _MAX_PASSES:
+            self._checks.warn_once("step", self._checks.describe_missing_step(symptom))
+
     def _finish_backward(self) -> None:
         self._buckets.finish()
+        if not self._schedule.is_gradient_only:
+            self._buckets.record_zeros()
         if self._empty_passes > 1 or self._buckets.has_replaced_gradients():
             raise Unsupported(_STEP_IN_BACKWARD)
         if not self._runtime.drive(self._engine.merge_gradients()):

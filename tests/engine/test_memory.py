@@ -52,6 +52,7 @@ def count_copies() -> float:
     return float(sum(each for each in stores.values() if each >= nbytes)) / (LAYERS * nbytes)
 
 
+@pytest.mark.filterwarnings("ignore:.*and there is one")
 @pytest.mark.parametrize("how", COPIES)
 def test_a_recipe_holds_what_its_docstring_says(how: str) -> None:
     track: Callable[[Engine], None] = Engine._track_peak

@@ -185,6 +185,22 @@ def test_a_checkpoint_with_a_part_unfinished_does_not_count(
         assert checkpoints.find_newest() == 1
 
 
+def test_files_of_an_attempt_that_broke_off_do_not_mix_with_those_of_fewer_replicas(tmp_path: Path) -> None:
+    def save(attempt: str, size: int) -> None:
+        for rank in range(3):
+            state = {**TREE, "attempt": attempt}
+            Checkpoints(tmp_path, rank, size, is_leader=rank == 0, allows_any_size=True).save(1, state, state)
+
+    save("first", 4)
+    checkpoints = [
+        Checkpoints(tmp_path, rank, 3, is_leader=rank == 0, allows_any_size=True) for rank in range(3)
+    ]
+    assert checkpoints[0].list_complete() == []
+    save("second", 3)
+    assert checkpoints[0].list_complete() == [1]
+    assert [state["attempt"] for one in checkpoints for state in one.load(1)] == ["second"] * 6
+
+
 def test_every_way_of_being_cut_short_is_found(tmp_path: Path) -> None:
     path = tmp_path / "tree"
     save_tree(path, TREE)

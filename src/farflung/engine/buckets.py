@@ -223,6 +223,8 @@ class GradientBuckets:
         self.lock = threading.RLock()
         """Lock held while a gradient is recorded, since autograd has a thread for each device."""
         self._has_warned = False
+        self._had_values: Sequence[Tensor | bool] = (True,)
+        """For each bucket a tensor that is true if it was not all zero; read only when needed, so no device waits."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._create_hook(bucket, place))
             for bucket in self._buckets
@@ -290,8 +292,13 @@ class GradientBuckets:
 
     @property
     def missing_names(self) -> list[str]:
-        """Names of the parameters without a gradient since :meth:`arm`."""
-        return [bucket.names[place] for bucket in self._buckets for place in sorted(bucket.missing_places)]
+        """Names of the parameters without a gradient since :meth:`arm`, or one kept from before."""
+        return [
+            bucket.names[place]
+            for bucket in self._buckets
+            for place in sorted(bucket.missing_places)
+            if bucket.parameters[place].grad is None
+        ]
 
     def finish(self, *, may_warn: bool = True) -> None:
         """Ends the backward pass: parameters without a gradient contribute zeros, with a warning if ``may_warn``."""
@@ -319,10 +326,16 @@ class GradientBuckets:
         """Returns True if the last pass's gradients still exist when ``parameter`` gets the first one of another."""
         return any(bool(gradient.any()) for gradient in self._iter_kept(parameter))
 
+    def record_zeros(self) -> None:
+        """Records which gradients of the last pass are zero, since zeros may mean later that the loop zeroed them."""
+        self._had_values = [bucket.gradient.any() for bucket in self._buckets]
+
     def has_zeroed_gradients(self, arriving: nn.Parameter | None = None) -> bool:
         """Returns True if the gradients of the last pass have been overwritten with zeros, but not removed."""
         gradients = [*self._iter_kept(arriving)]
-        return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
+        return (
+            bool(gradients) and any(map(bool, self._had_values)) and not any(bool(g.any()) for g in gradients)
+        )
 
     def _iter_kept(self, arriving: nn.Parameter | None) -> Iterator[Tensor]:
         for bucket in self._buckets:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from farflung.errors import CheckpointError
 from farflung.seeding import derive_seed
-from farflung.trees import list_keys
+from farflung.trees import has_tensors, list_keys
 from farflung.types import CodecState, Json, Reducer, ReduceResult, Seeds, State, StateSlot, TensorSpec
 
 __all__ = ["ReducerStates"]
@@ -54,6 +54,11 @@ class ReducerStates:
 
     def __iter__(self) -> Iterator[StateSlot]:
         return iter(self._slots.values())
+
+    @property
+    def has_local_tensors(self) -> bool:
+        """Returns True if this replica keeps tensors of its own, such as what its codec has left out."""
+        return any(map(has_tensors, (slot.state.local for slot in self)))
 
     def update(self, number: int, result: ReduceResult, *, is_last: bool) -> None:
         """Updates a unit's state from its result, and all states jointly after the last result of a step.

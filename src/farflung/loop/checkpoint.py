@@ -127,6 +127,9 @@ class Checkpoints:
     def save(self, step: int, shared_state: State, replica_state: State) -> Path:
         """Writes this replica's part; the checkpoint is complete once all ranks have written theirs."""
         folder = self.folder / f"step-{step:08d}"
+        for file in folder.glob("rank-*-of-*.safetensors"):
+            if not file.name.endswith(f"-of-{self._size}.safetensors"):
+                file.unlink(missing_ok=True)  # of an earlier attempt with other replicas, which broke off
         if self._is_leader:
             save_tree(folder / "shared.safetensors", shared_state)
         save_tree(folder / self._format_file_name(), replica_state)

@@ -85,8 +85,7 @@ class Delayed(Schedule):
         """
         if size == 1:
             raise ConfigError(
-                "schedule delayed averages replicas, and there is one: use --workers 2 or more, or --schedule "
-                "synchronous"
+                "schedule delayed averages replicas, and there is one: use --workers 2 or more, or schedule synchronous"
             )
 
     @property

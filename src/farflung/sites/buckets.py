@@ -248,8 +248,9 @@ class SiteBuckets(GradientBuckets):
     @override
     def has_zeroed_gradients(self, arriving: nn.Parameter | None = None) -> bool:
         gradients = list(self._iter_kept(arriving))
-        exist, have_values = self._site.reduce([bool(gradients), any(bool(g.any()) for g in gradients)])
-        return exist > have_values
+        have_values = any(bool(gradient.any()) for gradient in gradients)
+        exist, have, had = self._site.reduce([bool(gradients), have_values, any(map(bool, self._had_values))])
+        return min(exist, had) > have
 
     @override
     def is_finite(self) -> bool:
