@@ -486,7 +486,7 @@ class Handle:
         """Returns farflung's training state: step count, residuals, schedule and exchanges in flight.
 
         Each replica saves its own state, and its optimizer's. The state includes running statistics, and parameters if
-        replicas differ.
+        replicas differ. Save it before the next step, which changes tensors of its exchanges.
 
         Raises:
           RunLost: :meth:`finish` was called before.

@@ -74,8 +74,11 @@ def save_tree(path: Path, tree: State) -> None:
             for block in _iter_blocks(tensors.values()):
                 checksum.update(block)
                 file.write(block)
-                # The kernel begins to write to the disk, in place of waiting for the end.
-                os.posix_fadvise(file.fileno(), file.tell() - len(block), len(block), os.POSIX_FADV_DONTNEED)
+                if hasattr(
+                    os, "posix_fadvise"
+                ):  # Linux begins to write to the disk, in place of waiting for the end
+                    begin = file.tell() - len(block)
+                    os.posix_fadvise(file.fileno(), begin, len(block), os.POSIX_FADV_DONTNEED)
             match = _DIGEST.search(header)
             assert match is not None
             file.seek(match.start(1))

@@ -185,6 +185,13 @@ def test_a_checkpoint_with_a_part_unfinished_does_not_count(
         assert checkpoints.find_newest() == 1
 
 
+def test_a_system_without_advice_on_files_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS."""
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    save_tree(tmp_path / "tree", TREE)
+    assert same_tree(load_tree(tmp_path / "tree"), TREE)
+
+
 def test_files_of_an_attempt_that_broke_off_do_not_mix_with_those_of_fewer_replicas(tmp_path: Path) -> None:
     def save(attempt: str, size: int) -> None:
         for rank in range(3):
