@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -539,18 +540,27 @@ class SimulatedConfig(RunConfig):
             check_plan(plan, self.max_ranks, needs_all_members=not self.elastic)
         return plan
 
+    def make_device(self) -> DeviceProfile:
+        """Creates the profile of each replica's device."""
+        from farflung.calibration import count_forward_flops
+
+        if isinstance(self.device, DeviceProfile):
+            return self.device
+        return find_device(self.device, forward_flops=count_forward_flops(self.task))
+
+    def compute_world_hash(self) -> str:
+        """Computes a hash of network, device and faults as they are, for files that were changed under their names."""
+        world = (self.make_network(), self.make_device(), self.make_faults())
+        return hashlib.sha256(repr(world).encode(errors="surrogatepass")).hexdigest()
+
     def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:
         """Creates the virtual world: clock, network and devices."""
-        from farflung.calibration import count_forward_flops
         from farflung.sim import VirtualWorld
 
-        device = self.device
-        if isinstance(device, str):
-            device = find_device(device, forward_flops=count_forward_flops(self.task))
         return VirtualWorld(
             self.max_ranks,
             network=self.make_network(),
-            device=device,
+            device=self.make_device(),
             seed=self.seed,
             faults=self.make_faults(),
             deadline_s=self.deadline,
