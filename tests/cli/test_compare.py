@@ -11,6 +11,7 @@ import pytest
 import farflung
 from farflung.cli.main import main
 from farflung.errors import ConfigError
+from farflung.faults import FaultPlan
 from farflung.runs import RunFolder, parse_variant
 from farflung.runs import comparison as compare
 from tests.refusals import refuse
@@ -141,6 +142,19 @@ def test_what_learns_by_the_network_trains_on_each(
     logs = [path.read_text() for path in (tmp_path / "runs").glob("*/decisions.jsonl")]
     assert len(logs) == 2
     assert all('"timing":true' in log for log in logs)
+
+
+def test_elastic_runs_are_simulated_on_each_network_and_scored_by_a_survivor() -> None:
+    networks = ("wifi-10mbps", "4g")
+    settings: dict[str, Any] = {
+        "workload": "synthetic/quadratic", "workers": 3, "steps": 6, "elastic": "1", "evaluate_every": 1,
+        "faults": FaultPlan().crash(0, at_step=2),
+    }  # fmt: skip
+    found = farflung.compare(("synchronous",), networks, **settings)
+    for run, course, network in zip(found.runs, found.courses, networks, strict=True):
+        (alone,) = farflung.compare(("synchronous",), (network,), **settings).runs
+        assert run.summary["duration_s"] == alone.summary["duration_s"]
+        assert len(course.scores) == 6
 
 
 def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def compare(
 ) -> Comparison:
     """Compares recipes on networks, in virtual time, as ``farflung compare`` does.
 
-    Each recipe trains once for each seed, with real arithmetic. If its learning does not depend on the network, that
-    run is retimed for the other networks.
+    Each recipe trains once for each seed, with real arithmetic. If its learning does not depend on the network and
+    it is not elastic, that run is retimed for the other networks.
 
     Args:
       recipes: Names, with changes in brackets, or :class:`farflung.recipes.Recipe` objects, or a mapping of labels to
@@ -119,7 +119,7 @@ def compare(
       BadInput: The input is invalid; raised before any run starts.
       KeyboardInterrupt: A stop was requested.
     """
-    from farflung.report import RunHistory
+    from farflung.report import RunHistory, select_finished
 
     if target is not None and not math.isfinite(target):
         raise ConfigError(f"--target {target}: must be a finite number")
@@ -141,7 +141,7 @@ def compare(
                 if not files.summary_path.exists():
                     if files.config_path.exists():  # an interrupted run
                         shutil.rmtree(files.path)
-                    if trained_run is None or list_timing_decisions(trained_run):
+                    if trained_run is None or config.elastic or list_timing_decisions(trained_run):
                         simulate_prepared(run, sink, should_stop=should_stop, should_checkpoint=False)
                         if should_stop():
                             shutil.rmtree(files.path)
@@ -151,8 +151,10 @@ def compare(
                     raise KeyboardInterrupt
                 trained_run = trained_run or files
                 runs.append(run.build_result(files.load_summary()))
-                with prefix_errors(files.get_telemetry_path(0)):
-                    events = read_events(files.get_telemetry_path(0))
+                # Rank 0 of an elastic run may have been lost.
+                rank = min(select_finished(files.load_events()), default=0) if config.elastic else 0
+                with prefix_errors(files.get_telemetry_path(rank)):
+                    events = read_events(files.get_telemetry_path(rank))
                     course = RunHistory.from_events(
                         recipe, config.network_name, config.seed, events, runs[-1].summary
                     )
