@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 from farflung.cli.main import COMMANDS, main
+from farflung.comm.keys import load_keys
+from farflung.errors import ConfigError
 from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.sim import VirtualWorld
 from tests.refusals import refuse
@@ -227,6 +231,46 @@ def test_a_checkpoint_cut_short(
 def test_a_checkpoint_of_more_replicas(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     said = refuse(capsys, "train", "--resume", str(run), "--steps", "4", "--workers", "2")
     assert "saved by another number of replicas than 2" in said
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *(["traffic", "{}"], ["trace", "{}"], ["report", "{}"], ["watch", "{}"], ["join", "{}"]),
+        ["join", ".", "--key", "{}"],
+        ["retime", "{}", "--network", "4g"],
+        *(["train", "--resume", "{}"], ["simulate", "--resume", "{}"], ["simulate", "--replay", "{}"]),
+        *(["calibrate", "--out", "{}"], ["calibrate", "--out", "{}/x.toml"], ["probe", "--out", "{}"]),
+        ["plan", "--quiet", "--", "{}"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("problem", ["File name too long", "Permission denied"])
+def test_a_path_that_cannot_be_looked_up(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    problem: str,
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        if args[0] == "probe":
+            monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    path = "x" * 300
+    if problem == "Permission denied":
+        path, stat = "closed/run", Path.stat
+
+        def refuse_stat(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+            if "closed" in self.parts:
+                raise PermissionError(errno.EACCES, problem)
+            return stat(self, follow_symlinks=follow_symlinks)
+
+        monkeypatch.setattr(Path, "stat", refuse_stat)
+    said = refuse(capsys, *(arg.format(path) for arg in args))
+    assert f"cannot be read ({problem})" in said
+    with pytest.raises(ConfigError, match=r"--keys .*: cannot be read"):
+        load_keys(Path(path))
 
 
 def test_a_run_without_checkpoints(capsys: pytest.CaptureFixture[str], run: Path) -> None:
