@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from farflung.comm.keys import load_keys
 from farflung.errors import ConfigError
 from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.sim import VirtualWorld
+from farflung.state_trees import load_tree, save_tree
 from tests.refusals import refuse
 
 
@@ -282,6 +284,49 @@ def test_a_run_without_checkpoints(capsys: pytest.CaptureFixture[str], run: Path
 
 def test_a_run_that_is_over(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert "has done 2 already" in refuse(capsys, "train", "--resume", str(run), "--steps", "2")
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "says"),
+    [
+        ("shared", ("recipe",), "KeyError: 'recipe'"),
+        ("shared", ("recipe", "codec"), "KeyError: 'codec'"),
+        ("rank-0-of-1", ("optimizer",), "KeyError: 'optimizer'"),
+        ("rank-0-of-1", ("optimizer", "kind"), "KeyError: 'kind'"),
+    ],
+)
+def test_a_checkpoint_of_another_version(
+    capsys: pytest.CaptureFixture[str], run: Path, name: str, entry: tuple[str, ...], says: str
+) -> None:
+    (file,) = run.glob(f"checkpoints/step-00000002/{name}.safetensors")
+    tree = load_tree(file)
+    part = tree
+    for key in entry[:-1]:
+        part = part[key]
+    del part[entry[-1]]
+    save_tree(file, tree)
+    said = refuse(capsys, "train", "--resume", str(run), "--steps", "4")
+    assert "step 2: not a checkpoint of this version of farflung" in said
+    assert says in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"threads": None}, "it lacks threads"),
+        ({"new": 1}, "it has unknown new"),
+        ({"threads": None, "new": 1}, "it lacks threads and has unknown new"),
+        (dict.fromkeys("abcdefgh", 1), "it has unknown a, b, c, d, e, 3 more"),
+    ],
+)
+def test_a_configuration_of_another_version(
+    capsys: pytest.CaptureFixture[str], run: Path, changes: dict[str, int | None], says: str
+) -> None:
+    config = {**json.loads((run / "config.json").read_text()), **changes}
+    config = {name: value for name, value in config.items() if changes.get(name, value) is not None}
+    (run / "config.json").write_text(json.dumps(config))
+    said = refuse(capsys, "train", "--resume", str(run), "--steps", "4")
+    assert f"not of a run that farflung train of this version has made: {says}\n" in said
 
 
 def test_a_damaged_configuration(capsys: pytest.CaptureFixture[str], run: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -416,7 +416,8 @@ class RunConfig:
                 check_model(shared_state, model, location)
                 optimizer = self.training.make_optimizer(model.parameters())
                 check_optimizer_kind(local_state, optimizer, location)
-                self._check_recipe_change(find_recipe_changes(shared_state, self.recipe), optimizer, location)
+                changes = find_recipe_changes(shared_state, self.recipe, location)
+                self._check_recipe_change(changes, optimizer, location)
             check_share(local_state, None if shares is None else shares[rank], location)
             if step >= self.steps:
                 raise ConfigError(f"--steps {self.steps}: the run in {folder.path} has done {step} already")
@@ -469,8 +470,17 @@ class RunConfig:
           BadInput: There is no run, or it is damaged or of another kind.
         """
         stored_settings, settings = folder.load_config(), cls.list_settings()
-        if stored_settings.keys() != settings.keys():
-            raise CheckpointError(f"{folder.config_path}: not of a run that farflung {cls.command} has made")
+        differences = {
+            "lacks": [name for name in settings if name not in stored_settings],
+            "has unknown": [name for name in stored_settings if name not in settings],
+        }
+        if any(differences.values()):
+            reason = " and ".join(
+                f"{verb} {_list_few(names)}" for verb, names in differences.items() if names
+            )
+            raise CheckpointError(
+                f"{folder.config_path}: not of a run that farflung {cls.command} of this version has made: it {reason}"
+            )
         for name, value in stored_settings.items():
             settings[name].convert(value, f"{folder.config_path}: {name}")
         return stored_settings
@@ -678,6 +688,11 @@ def _balance_by_speed(recipe: Recipe, seed: int) -> Recipe:
     with prefix_errors(f"--batch-size {AUTO_BATCH_SIZE}"):
         recipe.build_components(seed)
     return recipe
+
+
+def _list_few(names: Sequence[str]) -> str:
+    """Lists names in a message, and counts those that would make it long."""
+    return ", ".join([*names[:5], *([f"{len(names) - 5} more"] if len(names) > 5 else [])])
 
 
 def _load_profile(network: str | NetworkProfile) -> NetworkProfile:
