@@ -151,6 +151,25 @@ def test_a_stream_that_brings_less_than_a_step_takes(
     )
 
 
+@pytest.mark.parametrize("command", ["simulate", "train"])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--workers", "1000000"], "--workers 1000000: synthetic/quadratic has "),
+        (["--workers", "2", "--elastic", "1:1000000"], "--elastic 1:1000000: synthetic/quadratic has "),
+    ],
+)
+def test_more_replicas_than_samples_are_refused_before_they_are_created(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    options: list[str],
+    says: str,
+) -> None:
+    monkeypatch.setattr(VirtualWorld, "__init__", None)
+    assert says in refuse(capsys, command, "--workload", "synthetic/quadratic", *options)
+
+
 def test_a_fault_at_a_step_of_a_program_that_tells_of_none(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

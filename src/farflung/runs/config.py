@@ -354,9 +354,10 @@ class RunConfig:
         schedule = self.recipe.build_components(self.seed).schedule
         schedule.check(self.workers)
         train, _ = self.task.load_datasets()
-        if self.workers > len(train):
+        if self.max_ranks > len(train):
+            option = f"--workers {self.workers}" if self.workers > len(train) else f"--elastic {self.elastic}"
             raise ConfigError(
-                f"--workers {self.workers}: {self.workload} has {len(train)} training samples; "
+                f"{option}: {self.workload} has {len(train)} training samples; "
                 "use at most one replica per sample"
             )
         if self.training.batch_size > len(train):
@@ -595,8 +596,9 @@ class SimulatedConfig(RunConfig):
                 f"virtual time would "
                 "stand still meanwhile: use farflung train, or simulate rate(...)"
             )
+        shares = RunConfig.check(self)  # of the number of replicas too, before they are created
         self.make_world()
-        return RunConfig.check(self)
+        return shares
 
     def describe_world(self) -> dict[str, Json]:
         """Returns network and device of the simulation as JSON, for summaries."""
