@@ -14,7 +14,7 @@ import torch
 
 from farflung.comm import Purpose, find_collective, resolve_collective
 from farflung.errors import ConfigError
-from farflung.files import JsonLinesFile, read_json_lines, wrap_decision_errors
+from farflung.files import JsonLinesFile, read_json_lines, wrap_decision_errors, wrap_read_errors
 from farflung.telemetry import Event
 from farflung.types import Communicator, Decision, Json, Payload, Tag
 
@@ -170,8 +170,9 @@ def read_decisions(path: Path) -> list[Decision]:
     Raises:
       ConfigError: A file cannot be read or a line is not a decision; the message names file and line.
     """
-    rank_paths = sorted((path.parent / path.stem).glob("rank-*.jsonl"))
-    files = rank_paths if rank_paths and not path.exists() else [path, *rank_paths]
+    with wrap_read_errors(path, "not a path"):
+        rank_paths = sorted((path.parent / path.stem).glob("rank-*.jsonl"))
+        files = rank_paths if rank_paths and not path.exists() else [path, *rank_paths]
     decisions: list[Decision] = []
     for file in files:
         read_json_lines(

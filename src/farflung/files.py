@@ -34,6 +34,7 @@ __all__ = [
     "load_toml",
     "lock_folder",
     "parse_json",
+    "path_exists",
     "prefix_errors",
     "read_json_lines",
     "read_number_pairs",
@@ -123,6 +124,16 @@ def wrap_decision_errors(name: str, step: int) -> AbstractContextManager[None]:
         f"--replay: decision {name!r} at step {step}",
         "not what this run decides; give the log of one like it",
     )
+
+
+def path_exists(path: Path, error_type: type[BadInput] = ConfigError, *, is_folder: bool = False) -> bool:
+    """Returns True if a path exists, or with ``is_folder`` if it is a folder.
+
+    Raises:
+      BadInput: The path is too long, or permission is denied. The class is ``error_type``.
+    """
+    with wrap_read_errors(path, "not a path", error_type):
+        return path.is_dir() if is_folder else path.exists()
 
 
 def read_text(path: Path) -> str:
@@ -349,7 +360,7 @@ class RunFiles:
         Raises:
           CheckpointError: There is no run, or the file is damaged.
         """
-        if not self.config_path.exists():
+        if not path_exists(self.config_path, CheckpointError):
             raise CheckpointError(f"{self.path}: no run there ({self.config_path.name} is missing)")
         return self.load_json(self.config_path)
 

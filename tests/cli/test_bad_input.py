@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,8 +12,11 @@ import pytest
 import torch
 
 from farflung.cli.main import COMMANDS, main
+from farflung.comm.keys import load_keys
+from farflung.errors import ConfigError
 from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.sim import VirtualWorld
+from farflung.state_trees import load_tree, save_tree
 from tests.refusals import refuse
 
 
@@ -145,6 +151,25 @@ def test_a_stream_that_brings_less_than_a_step_takes(
     )
 
 
+@pytest.mark.parametrize("command", ["simulate", "train"])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--workers", "1000000"], "--workers 1000000: synthetic/quadratic has "),
+        (["--workers", "2", "--elastic", "1:1000000"], "--elastic 1:1000000: synthetic/quadratic has "),
+    ],
+)
+def test_more_replicas_than_samples_are_refused_before_they_are_created(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    options: list[str],
+    says: str,
+) -> None:
+    monkeypatch.setattr(VirtualWorld, "__init__", None)
+    assert says in refuse(capsys, command, "--workload", "synthetic/quadratic", *options)
+
+
 def test_a_fault_at_a_step_of_a_program_that_tells_of_none(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -229,6 +254,46 @@ def test_a_checkpoint_of_more_replicas(capsys: pytest.CaptureFixture[str], run: 
     assert "saved by another number of replicas than 2" in said
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        *(["traffic", "{}"], ["trace", "{}"], ["report", "{}"], ["watch", "{}"], ["join", "{}"]),
+        ["join", ".", "--key", "{}"],
+        ["retime", "{}", "--network", "4g"],
+        *(["train", "--resume", "{}"], ["simulate", "--resume", "{}"], ["simulate", "--replay", "{}"]),
+        *(["calibrate", "--out", "{}"], ["calibrate", "--out", "{}/x.toml"], ["probe", "--out", "{}"]),
+        ["plan", "--quiet", "--", "{}"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("problem", ["File name too long", "Permission denied"])
+def test_a_path_that_cannot_be_looked_up(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    problem: str,
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        if args[0] == "probe":
+            monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    path = "x" * 300
+    if problem == "Permission denied":
+        path, stat = "closed/run", Path.stat
+
+        def refuse_stat(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+            if "closed" in self.parts:
+                raise PermissionError(errno.EACCES, problem)
+            return stat(self, follow_symlinks=follow_symlinks)
+
+        monkeypatch.setattr(Path, "stat", refuse_stat)
+    said = refuse(capsys, *(arg.format(path) for arg in args))
+    assert f"cannot be read ({problem})" in said
+    with pytest.raises(ConfigError, match=r"--keys .*: cannot be read"):
+        load_keys(Path(path))
+
+
 def test_a_run_without_checkpoints(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     assert "no complete checkpoint to resume from" in refuse(
@@ -238,6 +303,49 @@ def test_a_run_without_checkpoints(capsys: pytest.CaptureFixture[str], run: Path
 
 def test_a_run_that_is_over(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert "has done 2 already" in refuse(capsys, "train", "--resume", str(run), "--steps", "2")
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "says"),
+    [
+        ("shared", ("recipe",), "KeyError: 'recipe'"),
+        ("shared", ("recipe", "codec"), "KeyError: 'codec'"),
+        ("rank-0-of-1", ("optimizer",), "KeyError: 'optimizer'"),
+        ("rank-0-of-1", ("optimizer", "kind"), "KeyError: 'kind'"),
+    ],
+)
+def test_a_checkpoint_of_another_version(
+    capsys: pytest.CaptureFixture[str], run: Path, name: str, entry: tuple[str, ...], says: str
+) -> None:
+    (file,) = run.glob(f"checkpoints/step-00000002/{name}.safetensors")
+    tree = load_tree(file)
+    part = tree
+    for key in entry[:-1]:
+        part = part[key]
+    del part[entry[-1]]
+    save_tree(file, tree)
+    said = refuse(capsys, "train", "--resume", str(run), "--steps", "4")
+    assert "step 2: not a checkpoint of this version of farflung" in said
+    assert says in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"threads": None}, "it lacks threads"),
+        ({"new": 1}, "it has unknown new"),
+        ({"threads": None, "new": 1}, "it lacks threads and has unknown new"),
+        (dict.fromkeys("abcdefgh", 1), "it has unknown a, b, c, d, e, 3 more"),
+    ],
+)
+def test_a_configuration_of_another_version(
+    capsys: pytest.CaptureFixture[str], run: Path, changes: dict[str, int | None], says: str
+) -> None:
+    config = {**json.loads((run / "config.json").read_text()), **changes}
+    config = {name: value for name, value in config.items() if changes.get(name, value) is not None}
+    (run / "config.json").write_text(json.dumps(config))
+    said = refuse(capsys, "train", "--resume", str(run), "--steps", "4")
+    assert f"not of a run that farflung train of this version has made: {says}\n" in said
 
 
 def test_a_damaged_configuration(capsys: pytest.CaptureFixture[str], run: Path) -> None:

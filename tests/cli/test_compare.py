@@ -8,13 +8,23 @@ from typing import Any
 
 import pytest
 
+import farflung
 from farflung.cli.main import main
 from farflung.errors import ConfigError
+from farflung.faults import FaultPlan
 from farflung.runs import RunFolder, parse_variant
 from farflung.runs import comparison as compare
 from tests.refusals import refuse
 
 SMALL = ["--workload", "synthetic/quadratic", "--steps", "6", "--batch-size", "4", "--evaluate-every", "2"]
+NETWORK = """
+name = "own"
+[[site]]
+name = "all"
+nodes = 2
+up_bps = {up_bps}
+inside = {{ latency_s = 0.001 }}
+"""
 
 
 def compared(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> dict[str, Any]:
@@ -72,12 +82,56 @@ def test_one_training_for_all_networks_and_none_when_started_again(
     assert made == ["simulate_prepared", "retime_prepared"] * 2
     assert compared(capsys, tmp_path, *options) == first
     assert len(made) == 4, "nothing was made twice"
-    (cut,) = (tmp_path / "runs").glob("ring-wifi-10mbps-seed-4")
+    (cut,) = (tmp_path / "runs").glob("ring-wifi-10mbps-seed-4-*")
     (cut / "summary.json").unlink()
     assert compared(capsys, tmp_path, *options) == first
     assert made[4:] == ["simulate_prepared"]
-    assert main(["compare", *SMALL, *options, "--out", str(tmp_path), "--learning-rate", "0.5"]) == 2
-    assert "holds a run with other settings" in capsys.readouterr().err
+    assert compared(capsys, tmp_path, *options, "--learning-rate", "0.5") != first
+    assert compared(capsys, tmp_path, *options) == first
+    assert len(made) == 9, "other settings have runs of their own"
+
+
+@pytest.mark.parametrize(
+    ("option", "contents"),
+    [
+        ("--networks", [NETWORK.format(up_bps=up_bps) for up_bps in (1e6, 1e3)]),
+        ("--device", [f'name = "own"\nforward_s = {forward_s}\n' for forward_s in (0.1, 0.2)]),
+        (
+            "--faults",
+            [
+                f'[[fault]]\nkind = "slow"\nrank = 0\nat_step = 1\nfactor = {factor}\n'
+                for factor in (2.0, 9.0)
+            ],
+        ),
+    ],
+)
+def test_an_edited_file_is_simulated_as_it_is_now(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str, contents: list[str]
+) -> None:
+    file, device = tmp_path / "own.toml", tmp_path / "device.toml"
+    device.write_text('name = "slow"\nforward_s = 0.1\n')
+    options = ["--recipes", "synchronous", "--device", str(device), option, str(file)]
+    durations = []
+    for content in (*contents, contents[0]):
+        file.write_text(content)
+        (row,) = compared(capsys, tmp_path / "out", *options)["rows"]
+        durations.append(row["duration_s"])
+    assert durations[0] < durations[1]
+    assert durations[0] == durations[2]
+    assert len([*(tmp_path / "out" / "runs").iterdir()]) == 2
+
+
+def test_each_network_and_recipe_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    files = [tmp_path / folder / "net.toml" for folder in "ab"]
+    for file, up_bps in zip(files, (1e6, 1e5), strict=True):
+        file.parent.mkdir()
+        file.write_text(NETWORK.format(up_bps=up_bps))
+    networks = [*map(str, files), f"{files[0]}(congestion=bbr)"]
+    names = ["é" * 300, "é" * 299]
+    settings: dict[str, Any] = {"workload": "synthetic/quadratic", "steps": 2}
+    found = farflung.compare(dict.fromkeys(names, "ring"), networks, out=tmp_path / "out", **settings)
+    assert len({(row.network, row.duration_s) for row in found.rows}) == 3
+    assert len([*(tmp_path / "out" / "runs").iterdir()]) == 6
 
 
 def test_what_learns_by_the_network_trains_on_each(
@@ -88,6 +142,19 @@ def test_what_learns_by_the_network_trains_on_each(
     logs = [path.read_text() for path in (tmp_path / "runs").glob("*/decisions.jsonl")]
     assert len(logs) == 2
     assert all('"timing":true' in log for log in logs)
+
+
+def test_elastic_runs_are_simulated_on_each_network_and_scored_by_a_survivor() -> None:
+    networks = ("wifi-10mbps", "4g")
+    settings: dict[str, Any] = {
+        "workload": "synthetic/quadratic", "workers": 3, "steps": 6, "elastic": "1", "evaluate_every": 1,
+        "faults": FaultPlan().crash(0, at_step=2),
+    }  # fmt: skip
+    found = farflung.compare(("synchronous",), networks, **settings)
+    for run, course, network in zip(found.runs, found.courses, networks, strict=True):
+        (alone,) = farflung.compare(("synchronous",), (network,), **settings).runs
+        assert run.summary["duration_s"] == alone.summary["duration_s"]
+        assert len(course.scores) == 6
 
 
 def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -112,7 +179,8 @@ def test_a_comparison_that_is_stopped_leaves_no_half_run(
 
     monkeypatch.setattr(compare, "simulate_prepared", stopped)
     assert main(["compare", *SMALL, *options, "--quiet"]) == 130
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["synchronous-wifi-10mbps-seed-0"]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("synchronous-wifi-10mbps-seed-0-")
     assert capsys.readouterr().out == ""
 
 

@@ -57,6 +57,26 @@ def test_plan_has_a_row_of_each_recipe_and_continues_where_it_stopped(
     assert make_plan(tmp_path).to_json() == made.to_json()
 
 
+@pytest.mark.parametrize("name", ["networks", "device", "faults"])
+def test_an_edited_file_is_timed_as_it_is_now(tmp_path: Path, name: str) -> None:
+    file, device = tmp_path / "own.toml", tmp_path / "device.toml"
+    device.write_text('name = "slow"\nforward_s = 0.1\n')
+    contents = {
+        "networks": [HOME.replace("inside", f"up_bps = {up_bps}\ninside") for up_bps in (1e6, 1e3)],
+        "device": [f'name = "own"\nforward_s = {forward_s}\n' for forward_s in (0.1, 0.2)],
+        "faults": [
+            f'[[fault]]\nkind = "slow"\nrank = 0\nat_step = 1\nfactor = {factor}\n' for factor in (2.0, 9.0)
+        ],
+    }[name]
+    steps_s = []
+    for content in (*contents, contents[0]):
+        file.write_text(content)
+        settings: dict[str, Any] = {**SETTINGS, "device": str(device), name: str(file)}
+        made = farflung.plan(recipes=(), out=tmp_path / "out", **settings)
+        steps_s.append(made.rows[0].step_s)
+    assert steps_s[0] == steps_s[2] != steps_s[1]
+
+
 def test_score_to_reach_trains_the_reference_whole_beyond_the_budget() -> None:
     made = farflung.plan(networks="wifi-10mbps", recipes=RECIPES[:1], target=-1e5, **SETTINGS)  # type: ignore[arg-type]
     assert made.pilots > 1

@@ -42,6 +42,13 @@ def test_pace_is_that_of_a_whole_training(recipe: str, network: str) -> None:
     assert uncharged == run.summary.get("coding_not_charged", [])
 
 
+def test_elastic_steps_are_simulated_on_each_network() -> None:
+    config = SimulatedConfig.resolve({**SETTINGS, "recipe": "synchronous", "steps": STEPS, "elastic": "1"})
+    paces, _ = time_recipe(config, ["lan-1g", "wifi-10mbps"])
+    for pace, network in zip(paces, ("lan-1g", "wifi-10mbps"), strict=True):
+        assert time_recipe(config, [network])[0] == [pace]
+
+
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from farflung.cli.main import main
 from farflung.errors import DataError
+from farflung.faults import FaultPlan
 from farflung.report import TrafficByKind, read_traffic, render_traffic_table
 from farflung.runs import simulate
 from farflung.telemetry import Event
@@ -64,7 +66,7 @@ def test_the_last_end_of_a_resumed_run_counts_and_kinds_keep_one_order() -> None
     ("events", "says"),
     [
         ({}, "has no telemetry events"),
-        ({0: [end({})], 1: []}, "rank 1 has not reached the end"),
+        ({0: [], 1: []}, "rank 0 has not reached the end"),
         ({0: [{"event": "end", "rank": 0}]}, "is damaged"),
         ({0: [end([1])]}, "is damaged"),
         ({0: [end({"gradients": 3})]}, "is damaged"),
@@ -89,6 +91,14 @@ def test_the_command_shows_what_the_run_has_told(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     for src, to in run.sent_nbytes_by_purpose["gradients"].items():
         assert all(f"{src} → {dst}" in out for dst, count in enumerate(to) if count)
+
+
+def test_lost_replicas_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings: dict[str, Any] = {"workers": 3, "steps": 6, "elastic": "1", "out": tmp_path / "run"}
+    run = simulate("synthetic/quadratic", faults=FaultPlan().crash(0, at_step=2), **settings)
+    assert {*run.sent_nbytes_by_purpose["gradients"]} == {1, 2}
+    assert main(["traffic", str(run.folder), "--json"]) == 0
+    assert {*json.loads(capsys.readouterr().out)["gradients"]} == {"1", "2"}
 
 
 def test_one_replica_has_sent_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

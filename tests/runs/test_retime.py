@@ -233,6 +233,7 @@ def refused(capsys: pytest.CaptureFixture[str], run: Path, *options: str) -> str
             {"sharing": "resharding(samples=2, every=2, by='uniform')"},
             "its replicas sent samples (--sharing resharding(samples=2, every=2",
         ),
+        ({"elastic": "1", "workers": 2}, "members of an elastic run agree by messages that are not recorded"),
     ],
 )
 def test_a_run_is_refused_that_would_have_learned_or_sent_otherwise(

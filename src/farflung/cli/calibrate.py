@@ -19,7 +19,7 @@ from farflung.cli.progress import Bar
 from farflung.config import Training
 from farflung.devices import CodingRates, format_device
 from farflung.errors import ConfigError
-from farflung.files import write_text
+from farflung.files import path_exists, write_text
 from farflung.types import Json
 from farflung.workloads import create_workload
 
@@ -62,9 +62,9 @@ class Calibrate:
 
     def run(self) -> int:
         sharing = ProcessorLoad(self.replicas, self.threads)
-        if self.out is not None and self.out.exists():
+        if self.out is not None and path_exists(self.out):
             raise ConfigError(f"--out {self.out}: the file exists; choose another name or remove it")
-        if self.out is not None and not self.out.parent.is_dir():
+        if self.out is not None and not path_exists(self.out.parent, is_folder=True):
             raise ConfigError(f"--out {self.out}: there is no folder {self.out.parent}")
         work = create_workload(self.workload, **({} if self.data in (None, "auto") else {"data": self.data}))
         training = Training.resolve(

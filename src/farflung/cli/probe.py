@@ -16,7 +16,7 @@ from farflung.cli.options import ENDPOINT, build_endpoint, with_options
 from farflung.cli.output import create_stderr_console, print_files, print_table
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.errors import ConfigError
-from farflung.files import write_text
+from farflung.files import path_exists, write_text
 from farflung.network import format_profile
 from farflung.types import Communicator, Payload
 from farflung.wall import LaunchEnv
@@ -54,7 +54,7 @@ class Probe:
                 "probe measures between processes on several machines: start one on each, by torchrun --nnodes 2 "
                 "--nproc-per-node 1 --master-addr HOST ... -m farflung probe"
             )
-        if self.out is not None and self.out.exists():
+        if self.out is not None and path_exists(self.out):
             raise ConfigError(f"--out {self.out}: the file exists; choose another name or remove it")
         if self.workload is not None and self.out is None:
             raise ConfigError("--workload: devices are written beside --out: name it")

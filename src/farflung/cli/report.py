@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from farflung.cli.output import create_stdout_console, print_files
 from farflung.errors import ConfigError, DataError, FarflungError
-from farflung.files import wrap_read_errors, write_text
+from farflung.files import path_exists, wrap_read_errors, write_text
 from farflung.planning import Plan
 from farflung.planning.table import build_plan_data
 from farflung.report import ReportedRun, build_report_data, render_report_page, shorten_names
@@ -80,7 +80,7 @@ def load_report_data(folders: Sequence[Path], *, is_live: bool = False) -> dict[
     Raises:
       BadInput: A folder has no run, or a damaged one.
     """
-    if len(folders) == 1 and (plan_path := folders[0] / "plan.json").exists():
+    if len(folders) == 1 and path_exists(plan_path := folders[0] / "plan.json"):
         with wrap_read_errors(plan_path, "not a plan of farflung plan", DataError):
             return build_plan_data(Plan.load(plan_path))
     runs = []

@@ -24,7 +24,8 @@ class Retime(OutputOptions):
     """Time a simulated run on another network or other devices.
 
     Repeats no arithmetic. What the replicas learned is unchanged, and every time is that of a fresh simulation. A
-    run whose decision log has decisions by time or arrival is refused, since it might learn something else there.
+    run whose decision log has decisions by time or arrival is refused, since it might learn something else there. So
+    is an elastic run, since messages between its members are not recorded.
     """
 
     run_folder: tyro.conf.Positional[Path]

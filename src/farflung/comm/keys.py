@@ -148,7 +148,11 @@ def load_keys(folder: Path) -> Keys:
     Raises:
       ConfigError: it is open to others, does not hold exactly one secret key, or a file in it is damaged.
     """
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:
+        raise ConfigError(f"--keys {folder}: cannot be read ({error.strerror})") from None
+    if not is_folder:
         raise ConfigError(
             f"--keys {folder}: no such folder; make it with: farflung keys {folder} --name NAME"
         )

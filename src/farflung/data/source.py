@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from farflung.errors import ConfigError, DataError, DataMissing
-from farflung.files import wrap_read_errors
+from farflung.files import path_exists, wrap_read_errors
 
 __all__ = [
     "File",
@@ -132,7 +132,7 @@ def get_data_folder() -> Path | None:
     if not value:
         return None
     folder = Path(value).expanduser()
-    if not folder.is_dir():
+    if not path_exists(folder, DataError, is_folder=True):
         raise DataError(f"FARFLUNG_DATA names {value}, which is not a folder")
     return folder
 

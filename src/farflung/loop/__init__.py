@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         check_share,
         compute_fingerprint,
         hash_share,
+        wrap_version_errors,
     )
     from farflung.loop.components import Components
     from farflung.loop.evaluation import Score, evaluate
@@ -23,7 +24,8 @@ else:
     __getattr__, __dir__ = build_lazy_attributes(
         __name__,
         {
-            "checkpoint": "Checkpoints check_model check_optimizer_kind check_share compute_fingerprint hash_share",
+            "checkpoint": "Checkpoints check_model check_optimizer_kind check_share compute_fingerprint hash_share "
+            "wrap_version_errors",
             "evaluation": "Score evaluate",
             "lockstep": "Lockstep share_parameters",
             "components": "Components",
@@ -50,4 +52,5 @@ __all__ = [
     "evaluate",
     "hash_share",
     "share_parameters",
+    "wrap_version_errors",
 ]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from farflung.errors import CheckpointError
+from farflung.files import wrap_read_errors
 from farflung.moments import get_optimizer_name
 from farflung.state_trees import load_tree, save_tree
 from farflung.types import SampleIds, State
@@ -27,6 +28,7 @@ __all__ = [
     "check_share",
     "compute_fingerprint",
     "hash_share",
+    "wrap_version_errors",
 ]
 
 
@@ -38,6 +40,16 @@ def compute_fingerprint(model: nn.Module) -> str:
         if isinstance(t, torch.Tensor)  # a module may keep anything else, by get_extra_state
     ]
     return hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
+
+
+def wrap_version_errors(origin: Path | str) -> AbstractContextManager[None]:
+    """Converts errors from entries that a checkpoint lacks, within the context, to one that names it.
+
+    Raises:
+      CheckpointError: An entry is missing or of another kind.
+    """
+    problem = "not a checkpoint of this version of farflung: resume with the one that saved it"
+    return wrap_read_errors(origin, problem, CheckpointError)
 
 
 def check_model(shared_state: State, model: nn.Module, origin: str) -> None:
@@ -60,9 +72,11 @@ def check_optimizer_kind(replica_state: State, optimizer: torch.optim.Optimizer,
       CheckpointError: Its optimizer is of another class.
     """
     kind = get_optimizer_name(optimizer)
-    if replica_state["optimizer"]["kind"] != kind:
+    with wrap_version_errors(origin):
+        stored_kind = replica_state["optimizer"]["kind"]
+    if stored_kind != kind:
         raise CheckpointError(
-            f"{origin}: its optimizer is {replica_state['optimizer']['kind']}, not {kind}; resume with the "
+            f"{origin}: its optimizer is {stored_kind}, not {kind}; resume with the "
             f"--optimizer that the "
             "run was started with"
         )
@@ -176,7 +190,8 @@ class Checkpoints:
         """
         folder = self.folder / f"step-{step:08d}"
         if self._allows_any_size:
-            return load_tree(folder / "shared.safetensors"), self._load_any_size(folder)
+            with wrap_version_errors(folder):
+                return load_tree(folder / "shared.safetensors"), self._load_any_size(folder)
         if not (folder / self._format_file_name()).exists():
             raise CheckpointError(
                 f"{folder}: saved by another number of replicas than {self._size}; resume with as many as before"

@@ -23,7 +23,10 @@ from farflung.network.link import (
 from farflung.network.tcp import AUTO, CongestionControl, Connections, choose_num_connections
 from farflung.options import require
 
-__all__ = ["Medium", "NetworkProfile", "Site", "SiteLink"]
+__all__ = ["MAX_NODES", "Medium", "NetworkProfile", "Site", "SiteLink"]
+
+MAX_NODES = 1_000_000
+"""Largest number of nodes of a site."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ class Site:
     medium: str | None = None
 
     def __post_init__(self) -> None:
-        require(self.nodes is None or self.nodes >= 1, "nodes", self.nodes, "1 or more")
+        is_possible = self.nodes is None or 1 <= self.nodes <= MAX_NODES
+        require(is_possible, "nodes", self.nodes, f"from 1 to {MAX_NODES:,}")
         for name in ("up_bps", "down_bps", "exit_bps", "entry_bps"):
             check_capacity(name, getattr(self, name))
 

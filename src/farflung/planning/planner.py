@@ -270,7 +270,8 @@ def _time_recipe(
 
     part: dict[str, Any] = {"reason": reason}
     if not reason:
-        part = _find_or_add(folder, {**config.to_json(), "networks": [*names]}, measure)
+        worlds: list[Json] = [replace(config, network=network).compute_world_hash() for network in networks]
+        part = _find_or_add(folder, {**config.to_json(), "networks": [*names], "worlds": worlds}, measure)
     if "reason" in part:
         return PlanRow(text, reason=part["reason"])
     paces = zip((Pace(**pace) for pace in part["paces"]), names, strict=True)

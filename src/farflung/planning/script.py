@@ -44,7 +44,9 @@ def record_script(command: Sequence[str], recipe: str) -> RecordedLoop:
       ConfigError: The loop cannot be recorded; names the reason.
     """
     name = Path(command[0]).name
-    if not Path(command[0]).is_file():
+    with wrap_read_errors(command[0], "not a path"):
+        is_script = Path(command[0]).is_file()
+    if not is_script:
         raise ConfigError(f"{command[0]}: there is no such script")
     with tempfile.TemporaryDirectory(prefix="farflung-plan-") as folder:
         path = Path(folder) / "loop.json"

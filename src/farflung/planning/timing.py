@@ -117,7 +117,16 @@ def time_recipe(
     run = simulate_prepared(PreparedRun(light, RunFolder(scratch.path / "run")), should_checkpoint=False)
     if list_timing_decisions(run.files):
         raise Unsupported("what it learns depends on the network")
-    runs = [retime(run, network=network) for network in networks]
+    if config.elastic:  # which cannot be retimed
+        runs = [
+            simulate_prepared(
+                PreparedRun(replace(light, network=network), RunFolder(scratch.path / f"run-{number}")),
+                should_checkpoint=False,
+            )
+            for number, network in enumerate(networks)
+        ]
+    else:
+        runs = [retime(run, network=network) for network in networks]
     full_warmup = _count_warmup(config)[0]
     held_nbytes = int(read_number(run.summary, "schedule_bytes_per_replica")) + _count_reducer_nbytes(light)
     paces = [_read_pace(retimed, full_warmup, warmup, block, held_nbytes) for retimed in runs]

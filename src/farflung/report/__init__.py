@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         render_text,
     )
     from farflung.report.trace import build_chrome_trace
-    from farflung.report.traffic import TrafficByKind, read_traffic, render_traffic_table
+    from farflung.report.traffic import TrafficByKind, read_traffic, render_traffic_table, select_finished
 else:
     __getattr__, __dir__ = build_lazy_attributes(
         __name__,
@@ -38,7 +38,7 @@ else:
             "partition": "render_partition_table",
             "tables": "PLAIN_WIDTH render_lines render_text format_score render_summary_table get_output_width",
             "trace": "build_chrome_trace",
-            "traffic": "TrafficByKind read_traffic render_traffic_table",
+            "traffic": "TrafficByKind read_traffic render_traffic_table select_finished",
         },
     )
 
@@ -62,5 +62,6 @@ __all__ = [
     "render_summary_table",
     "render_text",
     "render_traffic_table",
+    "select_finished",
     "shorten_names",
 ]

@@ -71,7 +71,7 @@ class RunHistory:
     def from_events(
         recipe: str, network: str, seed: int, events: Iterable[Event], summary: Mapping[str, Json]
     ) -> RunHistory:
-        """Builds the history from the events of rank 0.
+        """Builds the history from the events of one replica.
 
         Raises:
           DataError: An event is damaged, or the run was never evaluated.

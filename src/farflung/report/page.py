@@ -20,7 +20,7 @@ from farflung.recipes import FAMILIES
 from farflung.report.reading import OPTIONAL_PARTS, TIME_PARTS, RankHistory, read_rank_histories
 from farflung.report.tables import format_score, render_summary_table
 from farflung.report.trace import BACKGROUND_EVENTS, STEP_PARTS
-from farflung.report.traffic import read_traffic
+from farflung.report.traffic import read_traffic, select_finished
 from farflung.telemetry import Event, read_number
 from farflung.types import Json
 
@@ -352,7 +352,7 @@ def _build_shares(run: ReportedRun, title: str) -> Iterator[Figure]:
 
 def _build_traffic(run: ReportedRun, title: str) -> Iterator[Figure]:
     """Yields the table of payload bytes sent by each replica that has ended, by kind."""
-    finished = {rank: events for rank, events in run.events.items() if run.histories[rank].has_ended}
+    finished = select_finished(run.events)
     if sent := read_traffic(finished) if finished else {}:
         rows = [[rank, *(sum(senders.get(rank, ())) for senders in sent.values())] for rank in finished]
         yield build_table(title, ["rank", *(f"{kind} (bytes)" for kind in sent)], rows)

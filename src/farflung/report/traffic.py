@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from farflung.comm import Purpose
@@ -13,30 +13,41 @@ from farflung.telemetry import Event
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["TrafficByKind", "read_traffic", "render_traffic_table"]
+__all__ = ["TrafficByKind", "read_traffic", "render_traffic_table", "select_finished"]
 
 TrafficByKind: TypeAlias = "dict[str, dict[int, list[int]]]"
 """Payload bytes to each rank, by kind and sender."""
 
 
-def read_traffic(events_by_rank: Mapping[int, Iterable[Event]]) -> TrafficByKind:
-    """Reads the final traffic of a run's replicas, with kinds in the order of :class:`farflung.comm.Purpose`.
+def select_finished(events_by_rank: Mapping[int, Sequence[Event]]) -> dict[int, Sequence[Event]]:
+    """Selects the events of replicas that have reached the end of the run, without those that it lost."""
+    finished: dict[int, Sequence[Event]] = {}
+    for rank, events in events_by_rank.items():
+        bounds = [event["event"] for event in events if event.get("event") in ("begin", "end")]
+        if bounds and bounds[-1] == "end":
+            finished[rank] = events
+    return finished
+
+
+def read_traffic(events_by_rank: Mapping[int, Sequence[Event]]) -> TrafficByKind:
+    """Reads the final traffic of a run's finished replicas, with kinds in the order of :class:`farflung.comm.Purpose`.
 
     Args:
       events_by_rank: Events of each replica known here; a run on several machines has some on each.
 
     Raises:
-      DataError: A replica has not reached its end, or its events are damaged.
+      DataError: No replica has reached its end, or its events are damaged.
     """
     if not events_by_rank:
         raise DataError("the run has no telemetry events, so its traffic is unknown")
+    events_by_rank = select_finished(events_by_rank) or events_by_rank
     by_rank = {rank: _read_sent_nbytes(rank, events_by_rank[rank]) for rank in sorted(events_by_rank)}
     kinds = dict.fromkeys((*(purpose.kind for purpose in Purpose), *sorted(set().union(*by_rank.values()))))
     traffic = {kind: {rank: sent[kind] for rank, sent in by_rank.items() if kind in sent} for kind in kinds}
     return {kind: senders for kind, senders in traffic.items() if senders}
 
 
-def _read_sent_nbytes(rank: int, events: Iterable[Event]) -> dict[str, list[int]]:
+def _read_sent_nbytes(rank: int, events: Sequence[Event]) -> dict[str, list[int]]:
     ends = [event for event in events if event.get("event") == "end"]
     if not ends:
         raise DataError(f"rank {rank} has not reached the end of the run, where it reports what it has sent")

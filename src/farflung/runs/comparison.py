@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from farflung.network import NetworkProfile
 from farflung.recipes import Recipe
 from farflung.runs.config import DEFAULT_COMPARED, DEFAULT_DEVICE, SimulatedConfig
 from farflung.runs.folder import RunFolder, TempFolder
-from farflung.runs.preparing import PreparedRun
+from farflung.runs.preparing import PreparedRun, format_stem
 from farflung.runs.result import Run
 from farflung.runs.simulation import discard_event, list_timing_decisions, retime_prepared, simulate_prepared
 from farflung.telemetry import Sink, read_events
@@ -96,8 +97,8 @@ def compare(
 ) -> Comparison:
     """Compares recipes on networks, in virtual time, as ``farflung compare`` does.
 
-    Each recipe trains once for each seed, with real arithmetic. If its learning does not depend on the network, that
-    run is retimed for the other networks.
+    Each recipe trains once for each seed, with real arithmetic. If its learning does not depend on the network and
+    it is not elastic, that run is retimed for the other networks.
 
     Args:
       recipes: Names, with changes in brackets, or :class:`farflung.recipes.Recipe` objects, or a mapping of labels to
@@ -118,7 +119,7 @@ def compare(
       BadInput: The input is invalid; raised before any run starts.
       KeyboardInterrupt: A stop was requested.
     """
-    from farflung.report import RunHistory
+    from farflung.report import RunHistory, select_finished
 
     if target is not None and not math.isfinite(target):
         raise ConfigError(f"--target {target}: must be a finite number")
@@ -135,13 +136,12 @@ def compare(
             sink({"event": "row", "rank": 0, "name": name, "steps": configs[0].steps})
             trained_run: RunFolder | None = None
             for config in configs:
-                stem = re.sub(r"[^\w.=-]+", "-", recipe).strip("-")
-                stem = f"{stem}-{Path(config.network_name).stem}-seed-{config.seed}"
-                files = RunFolder(folder / "runs" / stem)
+                files = RunFolder(folder / "runs" / _name_run(recipe, config))
                 run = PreparedRun(config, files, config.describe_shares())
-                _remove_incomplete(run)
-                if not run.files.summary_path.exists():
-                    if trained_run is None or list_timing_decisions(trained_run):
+                if not files.summary_path.exists():
+                    if files.config_path.exists():  # an interrupted run
+                        shutil.rmtree(files.path)
+                    if trained_run is None or config.elastic or list_timing_decisions(trained_run):
                         simulate_prepared(run, sink, should_stop=should_stop, should_checkpoint=False)
                         if should_stop():
                             shutil.rmtree(files.path)
@@ -151,8 +151,10 @@ def compare(
                     raise KeyboardInterrupt
                 trained_run = trained_run or files
                 runs.append(run.build_result(files.load_summary()))
-                with prefix_errors(files.get_telemetry_path(0)):
-                    events = read_events(files.get_telemetry_path(0))
+                # Rank 0 of an elastic run may have been lost.
+                rank = min(select_finished(files.load_events()), default=0) if config.elastic else 0
+                with prefix_errors(files.get_telemetry_path(rank)):
+                    events = read_events(files.get_telemetry_path(rank))
                     course = RunHistory.from_events(
                         recipe, config.network_name, config.seed, events, runs[-1].summary
                     )
@@ -207,18 +209,9 @@ def _build_rows(
     return rows
 
 
-def _remove_incomplete(run: PreparedRun[SimulatedConfig]) -> None:
-    """Removes the folder of an incomplete run.
-
-    Raises:
-      ConfigError: The folder holds a run with other settings.
-    """
-    files = run.files
-    if not files.config_path.exists():
-        return
-    if SimulatedConfig.load_settings(files) != run.config.to_json():
-        raise ConfigError(
-            f"{files.path} holds a run with other settings: choose another --out, or give the same options"
-        )
-    if not files.summary_path.exists():
-        shutil.rmtree(files.path)
+def _name_run(recipe: str, config: SimulatedConfig) -> str:
+    """Names the folder of a run by recipe, network and seed, with a digest of all its settings and of its world."""
+    described = json.dumps([recipe, config.to_json(), config.compute_world_hash()], sort_keys=True)
+    digest = hashlib.sha256(described.encode()).hexdigest()[:12]
+    network = Path(config.network_name).name.replace(".toml", "")
+    return f"{format_stem(f'{recipe}-{network}')}-seed-{config.seed}-{digest}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -353,9 +354,10 @@ class RunConfig:
         schedule = self.recipe.build_components(self.seed).schedule
         schedule.check(self.workers)
         train, _ = self.task.load_datasets()
-        if self.workers > len(train):
+        if self.max_ranks > len(train):
+            option = f"--workers {self.workers}" if self.workers > len(train) else f"--elastic {self.elastic}"
             raise ConfigError(
-                f"--workers {self.workers}: {self.workload} has {len(train)} training samples; "
+                f"{option}: {self.workload} has {len(train)} training samples; "
                 "use at most one replica per sample"
             )
         if self.training.batch_size > len(train):
@@ -415,7 +417,8 @@ class RunConfig:
                 check_model(shared_state, model, location)
                 optimizer = self.training.make_optimizer(model.parameters())
                 check_optimizer_kind(local_state, optimizer, location)
-                self._check_recipe_change(find_recipe_changes(shared_state, self.recipe), optimizer, location)
+                changes = find_recipe_changes(shared_state, self.recipe, location)
+                self._check_recipe_change(changes, optimizer, location)
             check_share(local_state, None if shares is None else shares[rank], location)
             if step >= self.steps:
                 raise ConfigError(f"--steps {self.steps}: the run in {folder.path} has done {step} already")
@@ -468,8 +471,17 @@ class RunConfig:
           BadInput: There is no run, or it is damaged or of another kind.
         """
         stored_settings, settings = folder.load_config(), cls.list_settings()
-        if stored_settings.keys() != settings.keys():
-            raise CheckpointError(f"{folder.config_path}: not of a run that farflung {cls.command} has made")
+        differences = {
+            "lacks": [name for name in settings if name not in stored_settings],
+            "has unknown": [name for name in stored_settings if name not in settings],
+        }
+        if any(differences.values()):
+            reason = " and ".join(
+                f"{verb} {_list_few(names)}" for verb, names in differences.items() if names
+            )
+            raise CheckpointError(
+                f"{folder.config_path}: not of a run that farflung {cls.command} of this version has made: it {reason}"
+            )
         for name, value in stored_settings.items():
             settings[name].convert(value, f"{folder.config_path}: {name}")
         return stored_settings
@@ -539,18 +551,27 @@ class SimulatedConfig(RunConfig):
             check_plan(plan, self.max_ranks, needs_all_members=not self.elastic)
         return plan
 
+    def make_device(self) -> DeviceProfile:
+        """Creates the profile of each replica's device."""
+        from farflung.calibration import count_forward_flops
+
+        if isinstance(self.device, DeviceProfile):
+            return self.device
+        return find_device(self.device, forward_flops=count_forward_flops(self.task))
+
+    def compute_world_hash(self) -> str:
+        """Computes a hash of network, device and faults as they are, for files that were changed under their names."""
+        world = (self.make_network(), self.make_device(), self.make_faults())
+        return hashlib.sha256(repr(world).encode(errors="surrogatepass")).hexdigest()
+
     def make_world(self, decisions: DecisionLog | None = None) -> VirtualWorld:
         """Creates the virtual world: clock, network and devices."""
-        from farflung.calibration import count_forward_flops
         from farflung.sim import VirtualWorld
 
-        device = self.device
-        if isinstance(device, str):
-            device = find_device(device, forward_flops=count_forward_flops(self.task))
         return VirtualWorld(
             self.max_ranks,
             network=self.make_network(),
-            device=device,
+            device=self.make_device(),
             seed=self.seed,
             faults=self.make_faults(),
             deadline_s=self.deadline,
@@ -575,8 +596,9 @@ class SimulatedConfig(RunConfig):
                 f"virtual time would "
                 "stand still meanwhile: use farflung train, or simulate rate(...)"
             )
+        shares = RunConfig.check(self)  # of the number of replicas too, before they are created
         self.make_world()
-        return RunConfig.check(self)
+        return shares
 
     def describe_world(self) -> dict[str, Json]:
         """Returns network and device of the simulation as JSON, for summaries."""
@@ -668,6 +690,11 @@ def _balance_by_speed(recipe: Recipe, seed: int) -> Recipe:
     with prefix_errors(f"--batch-size {AUTO_BATCH_SIZE}"):
         recipe.build_components(seed)
     return recipe
+
+
+def _list_few(names: Sequence[str]) -> str:
+    """Lists names in a message, and counts those that would make it long."""
+    return ", ".join([*names[:5], *([f"{len(names) - 5} more"] if len(names) > 5 else [])])
 
 
 def _load_profile(network: str | NetworkProfile) -> NetworkProfile:

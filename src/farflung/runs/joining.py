@@ -28,7 +28,7 @@ from farflung.decisions import DecisionLog
 from farflung.devices import find_device
 from farflung.engine import select_device
 from farflung.errors import ConfigError, DeadlinePassed, ProtocolError, ReplicaLeft, RunLost
-from farflung.files import read_text, wrap_read_errors, write_atomically, write_json
+from farflung.files import path_exists, read_text, wrap_read_errors, write_atomically, write_json
 from farflung.loop import Replica
 from farflung.membership import Page, PaxosMembership, Subgroup
 from farflung.network import find_network
@@ -291,13 +291,13 @@ def join_run(
       RunLost: No view admits this replica.
     """
     folder = Path(location)
-    is_local = folder.is_dir()
+    is_local = path_exists(folder, is_folder=True)
     if not is_local and not re.fullmatch(r"[^\s]+:[0-9]{1,5}", location):
         raise ConfigError(f"{location}: neither a run's folder nor HOST:PORT, such as 192.168.1.5:7000")
     if not is_local and key_file is None:
         raise ConfigError(f"{location}: --key FILE is missing, a copy of {KEY_FILE} in the run's folder")
     file = key_file or folder / KEY_FILE
-    if is_local and not file.exists():
+    if is_local and not path_exists(file):
         raise ConfigError(f"{location}: no run is going on there that others may join (--elastic MIN:MAX)")
     guest = _ask_for_rank(file, [] if is_local else [location])
     config = RunConfig.resolve(guest.config)

@@ -22,7 +22,7 @@ from farflung.runs.folder import RunFolder, TempFolder
 from farflung.runs.result import Run
 from farflung.types import Json
 
-__all__ = ["PreparedRun", "name_run_folder", "prepare_run"]
+__all__ = ["PreparedRun", "format_stem", "name_run_folder", "prepare_run"]
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -122,9 +122,14 @@ def prepare_run(
     return PreparedRun(config, files, shares, options, temp_folder)
 
 
+def format_stem(title: str) -> str:
+    """Formats a title as the beginning of a file name, without its end if it is long."""
+    stem = re.sub(r"[^\w.=-]+", "-", title).strip("-")
+    return stem.encode()[:_MAX_STEM].decode(errors="ignore").strip("-")
+
+
 def name_run_folder(title: str) -> Path:
     """Names a new folder under ``runs/`` by title and time, with a number if the name exists."""
-    stem = re.sub(r"[^\w.=-]+", "-", title)[:_MAX_STEM].strip("-")
-    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{format_stem(title)}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     return next(path for path in map(Path("runs").joinpath, names) if not path.exists())

@@ -9,7 +9,7 @@ import torch
 
 from farflung.config import Training
 from farflung.engine.placement import HOST
-from farflung.loop import Checkpoints, Replica
+from farflung.loop import Checkpoints, Replica, wrap_version_errors
 from farflung.recipes import Recipe
 from farflung.reducers import list_summed_nbytes
 from farflung.telemetry import Telemetry
@@ -107,17 +107,22 @@ def resume_replica(
     """
     assert replica.checkpoints is not None
     states = replica.checkpoints.load(step)
-    changes = find_recipe_changes(states[0], recipe)
+    changes = find_recipe_changes(states[0], recipe, f"{replica.checkpoints.folder}, step {step}")
     resumed = make(recipe=recipe.with_components(**changes)) if changes else replica
     resumed.resume(step, states)
     return resumed if changes else None
 
 
-def find_recipe_changes(shared_state: State, recipe: Recipe) -> dict[str, Json]:
-    """Finds the components in a checkpoint's shared tree that differ from a recipe and have a state in training."""
-    stored = shared_state["recipe"]
-    return {
-        name: stored[name]
-        for name, value in recipe.settings.items()
-        if name not in ("collective", "scaling") and stored[name] != value
-    }
+def find_recipe_changes(shared_state: State, recipe: Recipe, origin: str) -> dict[str, Json]:
+    """Finds the components in a checkpoint's shared tree that differ from a recipe and have a state in training.
+
+    Raises:
+      CheckpointError: The tree lacks a component.
+    """
+    with wrap_version_errors(origin):
+        stored = shared_state["recipe"]
+        return {
+            name: stored[name]
+            for name, value in recipe.settings.items()
+            if name not in ("collective", "scaling") and stored[name] != value
+        }

@@ -379,6 +379,11 @@ def list_timing_decisions(source: RunFolder) -> list[Decision]:
 
 def _load_retimable(source: RunFolder, config: RunConfig) -> tuple[dict[int, list[Event]], bool]:
     """Checks that a run can be retimed; returns its events, and True if it saved checkpoints."""
+    if config.elastic:
+        raise ConfigError(
+            f"{source.path}: members of an elastic run agree by messages that are not recorded; "
+            "simulate it anew instead"
+        )
     timing = list_timing_decisions(source)
     if timing:
         raise ConfigError(
