@@ -132,6 +132,14 @@ def test_table_fits_80_columns_and_says_what_to_take() -> None:
         ("--within 1% -- train.py", "a script is only timed"),
         ("--data-stays -- train.py", "--data-stays: a script is only timed"),
         ("--max-memory 2 -- train.py", "--max-memory: a script is only timed"),
+        ("--target 0 -- train.py", "--target: a script is only timed"),
+        ("--out plan -- train.py", "--out: a script is only timed"),
+        ("--device cpu-core -- train.py", "--device: a script is only timed"),
+        ("--optimizer adam -- train.py", "--optimizer: a script is only timed"),
+        ("--batch-size 4 -- train.py", "--batch-size: a script is only timed"),
+        ("--learning-rate 0.1 -- train.py", "--learning-rate: a script is only timed"),
+        ("--partition iid -- train.py", "--partition: a script is only timed"),
+        ("--data full -- train.py", "--data: a script is only timed"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(

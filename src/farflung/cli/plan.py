@@ -82,11 +82,8 @@ class MakePlan(OutputOptions):
         from farflung.planning import plan, plan_script
 
         out = self.out or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}"
-        options = collect_options(self, {*SimulatedConfig.list_settings(), *PLAN_OPTIONS, "recipes"})
-        if self.script and (
-            refused := [name for name in (*PLAN_OPTIONS, "workload", "out") if getattr(self, name)]
-        ):
-            raise ConfigError(f"--{refused[0].replace('_', '-')}: a script is only timed: leave that out")
+        names = [*SimulatedConfig.list_settings(), *PLAN_OPTIONS, "recipes", *(["out"] if self.script else [])]
+        options = collect_options(self, names)
         if self.within is not None:
             options["within"] = _parse_score(self.within)
         with Bar("planning", quiet=self.quiet or self.json) as bar:

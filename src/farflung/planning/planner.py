@@ -40,6 +40,8 @@ SHARE = 0.25
 RESOLUTION_FACTOR = 1.5
 """Default tolerance over the smallest one that the test set can tell, which is two standard errors."""
 GIB = 1 << 30
+SCRIPT_SETTINGS = ("steps", "workers", "seed", "connections")
+"""Settings of a plan for a script."""
 
 
 def ignore_part(name: str, num_left: int) -> None:
@@ -162,7 +164,6 @@ def plan_script(
     networks: Networks = DEFAULT_NETWORK,
     *,
     recipes: Sequence[str] | None = None,
-    device: DeviceProfile | None = None,
     on_part: OnPart = ignore_part,
     **settings: object,
 ) -> Plan:
@@ -172,17 +173,22 @@ def plan_script(
       command: Script of Python with its arguments.
       networks: Networks, as in :func:`plan`.
       recipes: Recipes, as in :func:`plan`.
-      device: Profile of each replica's device; by default this machine, as its steps were.
       on_part: Callback, as in :func:`plan`.
-      settings: Settings of :func:`farflung.simulate`, such as ``steps`` and ``workers``.
+      settings: ``steps``, ``workers``, ``seed`` or ``connections``, as in :func:`farflung.simulate`; the script has its
+        own for the rest, and the replicas are as fast as this machine.
 
     Raises:
       BadInput: The loop cannot be recorded, or a setting is invalid.
     """
+    for name in settings:
+        if name not in SCRIPT_SETTINGS:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: a script is only timed, as it is and on this machine: leave that out"
+            )
     networks, scratch = _list_networks(networks), TempFolder()
     on_part(f"recording {command[0]}", 1 + len(CANDIDATES if recipes is None else recipes))
     recorded = record_script(command, REFERENCE)
-    base = {**settings, "workload": recorded.workload, "device": device or recorded.device, "batch_size": 1}
+    base = {**settings, "workload": recorded.workload, "device": recorded.device, "batch_size": 1}
     configs, rows = _resolve_candidates(recipes, networks, base), list[PlanRow]()
     for number, (text, config) in enumerate(configs.items()):
         on_part(f"recording and timing {text}", len(configs) - number)
@@ -193,7 +199,7 @@ def plan_script(
             )
         own_device = config.device
         try:
-            if text != REFERENCE and not reason and device is None:
+            if text != REFERENCE and not reason:
                 own_device = record_script(command, text).device
         except ConfigError as error:
             reason = str(error)
