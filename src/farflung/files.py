@@ -38,6 +38,7 @@ __all__ = [
     "read_json_lines",
     "read_number_pairs",
     "read_text",
+    "replace_nonfinite",
     "wrap_decision_errors",
     "wrap_read_errors",
     "wrap_write_errors",
@@ -142,6 +143,11 @@ def parse_json(text: str) -> Json:
     if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate can be parsed, but not printed
     return value
+
+
+def replace_nonfinite(value: Any) -> Any:
+    """Returns a JSON value with null in place of infinity and NaN, which JSON does not have."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
 def load_toml(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 
 from farflung.cli.main import main
 from farflung.planning import Pace, Plan, PlanRow, PlanWatch
+from farflung.planning.table import build_plan_data
 from farflung.recipes.planned import REFERENCE
 from farflung.runs import RunConfig
 from farflung.telemetry import Event
@@ -136,3 +137,9 @@ def test_page_of_a_plan_has_bars_of_what_reaches_the_target(plan_path: Path) -> 
     assert bars["rows"] == [[BLOCKS, 90.0, 90.0], [REFERENCE, 0.0, 210.0]]
     assert [row[0] for row in table["rows"]] == [BLOCKS, "powersgd(rank=2)", REFERENCE, "delayed"]
     assert data["state"] == f"take {BLOCKS}"
+
+
+def test_page_of_a_plan_has_only_finite_numbers() -> None:
+    row = PlanRow(BLOCKS, "4g", None, 1.0, 1.0, 0.9, "misses", gap=float("inf"), noise=float("nan"))
+    made = Plan([row], None, REFERENCE, 0.1, STEPS, 0.7, SETTINGS, False)
+    json.dumps(build_plan_data(made), allow_nan=False)
