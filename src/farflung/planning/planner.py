@@ -98,7 +98,8 @@ def plan(
     """
     networks = _list_networks(networks)
     configs = _resolve_candidates(recipes, networks, {"workload": workload, "device": device, **settings})
-    _check_inputs(configs, networks, share, requested=recipes or ())
+    limits = {"within": within, "target": target, "budget": budget, "max-memory": max_memory}
+    _check_inputs(configs, networks, share, seeds, limits, requested=recipes or ())
     reference, begin_s = configs[REFERENCE], time.process_time()
     scratch = TempFolder() if out is None else None
     folder = Path(str(out)) if scratch is None else scratch.path
@@ -208,7 +209,18 @@ def plan_script(
 
 
 def _list_networks(networks: Networks) -> list[str | NetworkProfile]:
-    return [networks] if isinstance(networks, str | NetworkProfile) else [*networks]
+    """Returns the networks as a list, which must have one or more, each once."""
+    listed = [networks] if isinstance(networks, str | NetworkProfile) else [*networks]
+    _check_choices("networks", listed)
+    return listed
+
+
+def _check_choices(option: str, values: Sequence[object]) -> None:
+    """Checks that an option has one value or more, each once."""
+    if not values:
+        raise ConfigError(f"--{option}: give at least one")
+    if any(value in values[:place] for place, value in enumerate(values)):
+        raise ConfigError(f"--{option}: one of them is there twice")
 
 
 def _resolve_candidates(
@@ -226,9 +238,18 @@ def _check_inputs(
     configs: Mapping[str, SimulatedConfig],
     networks: Sequence[str | NetworkProfile],
     share: float,
+    seeds: Sequence[int],
+    limits: Mapping[str, float | None],
     requested: Sequence[str],
 ) -> None:
     """Checks settings of all candidates before anything is simulated."""
+    _check_choices("seeds", seeds)
+    for seed in seeds:
+        if seed < 0:
+            raise ConfigError(f"--seeds {seed}: must be 0 or more")
+    for option, limit in limits.items():
+        if limit is not None and not math.isfinite(limit):
+            raise ConfigError(f"--{option} {limit}: must be a finite number")
     if not 0 < share <= 1:
         raise ConfigError(f"--share {share}: must be above 0 and at most 1")
     first, *others = configs.values()
