@@ -15,6 +15,7 @@ from farflung.recipes.planned import REFERENCE
 from farflung.runs import RunConfig
 from farflung.telemetry import Event
 from farflung.types import Json
+from tests.refusals import refuse
 
 STEPS, STEP_S = 400, 0.5
 SETTINGS: dict[str, Json] = {"workload": "synthetic/quadratic", "workers": 2}
@@ -117,6 +118,37 @@ def test_file_that_is_no_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["train", "--plan", str(tmp_path / "plan.json"), "--workload", "synthetic/quadratic"]) == 2
     assert "not a plan of farflung plan" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("settings",), []),
+        (("settings",), None),
+        (("steps",), "many"),
+        (("rows", 0, "recipe"), 3),
+        (("rows", 0, "recipe"), "local_sgd("),
+        (("rows", 0, "high_s"), "soon"),
+        (("rows", 0, "status"), "lost"),
+        (("rows", 0, "loss_bounds"), [1.0]),
+        (("rows", 0, "loss_bounds"), 7),
+        (("rows", 0, "pace", "ends_s"), []),
+        (("rows", 0, "pace", "first_ends_s"), []),
+        (("rows", 0, "pace", "ends_s"), ["a"]),
+        (("rows", 0, "pace", "warmup"), None),
+    ],
+    ids=str,
+)
+def test_damaged_plan_is_refused(
+    path: tuple[str | int, ...], value: Json, plan_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = part = json.loads(plan_path.read_text())
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    plan_path.write_text(json.dumps(content))
+    out = refuse(capsys, "train", "--plan", plan_path, "--workload", "synthetic/quadratic", "--steps", STEPS)
+    assert str(plan_path) in out
 
 
 def test_plan_that_lacks_a_setting_is_refused(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
