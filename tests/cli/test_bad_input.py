@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from farflung.cli.main import COMMANDS, main
+from farflung.lab.stage import SUPPORTED_FAULTS
 from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.sim import VirtualWorld
 from tests.refusals import refuse
@@ -60,6 +61,22 @@ def test_nothing_is_said_before_a_refusal(
     assert says in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_data_that_stays_is_not_computed_elsewhere(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--workload", "synthetic/quadratic", "--sampler", "balanced", "--out", tmp_path / "run"]
+    said = refuse(capsys, "train", "--data-stays", *words)
+    assert "--data-stays: --sampler balanced has samples computed by other replicas" in said
+
+
+def test_help_of_a_lab_names_all_its_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["lab", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    listed = words.partition("TOML file with faults: ")[2].partition(".")[0].replace("│", "")
+    assert {*"".join(listed.split()).split(",")} == SUPPORTED_FAULTS
 
 
 @pytest.mark.parametrize("command", COMMANDS)

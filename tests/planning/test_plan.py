@@ -247,6 +247,16 @@ def test_recipe_auto_plans_with_this_machine_and_trains_with_the_choice(
     assert planned["device"].forward_per_sample_s > 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["schedule"] == "local_sgd(sync_every=2)"
     assert main(["train", "--recipe", "auto", "--resume", str(tmp_path / "run")]) == 2
+    capsys.readouterr()
+    assert main(["train", *words, "--quiet", "--workers", "4"]) == 2
+    assert "--workers 4: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--codec int8", "--schedule delayed", "--sampler importance"])
+def test_recipe_auto_refuses_components(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--workload", "synthetic/quadratic", "--recipe", "auto", *option.split()]
+    assert main(["train", *words]) == 2
+    assert f"{option.split(maxsplit=1)[0]}: --recipe auto chooses it" in capsys.readouterr().err
 
 
 def test_recipe_that_diverges_is_ruled_out() -> None:

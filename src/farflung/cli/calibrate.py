@@ -41,7 +41,7 @@ class Calibrate:
     batch_size: int | None = None
     """Samples in a step; the workload's own number when not given."""
     optimizer: str | None = None
-    """sgd or adam; the workload's own when not given."""
+    """Optimizer, for example adamw or "sgd(nesterov=True)"; the workload's own when not given."""
     rounds: int = 30
     """Steps to time; medians are kept."""
     threads: int = 1
