@@ -31,6 +31,8 @@ __all__ = [
     "RunFiles",
     "check_folder",
     "drop_partial_line",
+    "format_toml_comment",
+    "format_toml_text",
     "load_toml",
     "lock_folder",
     "parse_json",
@@ -246,6 +248,16 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a text file atomically; see :func:`write_atomically`."""
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def format_toml_text(text: str) -> str:
+    """Formats a text as a string of TOML, which has no surrogate pairs, unlike JSON's escapes."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def format_toml_comment(text: str) -> str:
+    """Formats a text as one line of comment in TOML."""
+    return "# " + "".join(char if char.isprintable() else " " for char in text)
 
 
 def write_json(path: Path, value: Json) -> None:
