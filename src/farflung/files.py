@@ -31,6 +31,8 @@ __all__ = [
     "RunFiles",
     "check_folder",
     "drop_partial_line",
+    "format_toml_comment",
+    "format_toml_text",
     "load_toml",
     "lock_folder",
     "parse_json",
@@ -39,6 +41,7 @@ __all__ = [
     "read_json_lines",
     "read_number_pairs",
     "read_text",
+    "replace_nonfinite",
     "wrap_decision_errors",
     "wrap_read_errors",
     "wrap_write_errors",
@@ -155,6 +158,11 @@ def parse_json(text: str) -> Json:
     return value
 
 
+def replace_nonfinite(value: Any) -> Any:
+    """Returns a JSON value with null in place of infinity and NaN, which JSON does not have."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
+
 def load_toml(path: Path) -> dict[str, Any]:
     """Loads a TOML file.
 
@@ -251,6 +259,16 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a text file atomically; see :func:`write_atomically`."""
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def format_toml_text(text: str) -> str:
+    """Formats a text as a string of TOML, which has no surrogate pairs, unlike JSON's escapes."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def format_toml_comment(text: str) -> str:
+    """Formats a text as one line of comment in TOML."""
+    return "# " + "".join(char if char.isprintable() else " " for char in text)
 
 
 def write_json(path: Path, value: Json) -> None:

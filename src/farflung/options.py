@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 from farflung.errors import ConfigError
 
 __all__ = [
+    "MAX_CONNECTIONS",
     "check_choice",
     "check_coefficient",
     "check_factor",
@@ -19,6 +21,9 @@ __all__ = [
     "check_text",
     "require",
 ]
+
+MAX_CONNECTIONS = 64
+"""Largest number of TCP connections between two replicas."""
 
 
 def check_choice(name: str, option: str, value: object, choices: Sequence[str]) -> None:
@@ -67,7 +72,11 @@ def check_number(name: str, option: str, value: object, low: float) -> None:
     Raises:
       ConfigError: The value is below ``low``, infinite or not a number.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not low <= value <= sys.float_info.max
+    ):
         raise ConfigError(f"{name}: {option} {value!r} must be a number of at least {low}")
 
 

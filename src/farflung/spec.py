@@ -298,6 +298,6 @@ def select_accepted(factory: Callable[..., object], options: Mapping[str, object
 def _parse_value(kind: str, text: str, node: ast.expr, registry: Mapping[str, Callable[..., T]]) -> object:
     try:
         value: object = ast.literal_eval(node)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return _make(kind, text, node, registry, {})
     return value

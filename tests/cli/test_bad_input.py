@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from farflung.cli.main import COMMANDS, main
+from farflung.comm.interface import check_host
 from farflung.comm.keys import load_keys
 from farflung.errors import ConfigError
+from farflung.lab.stage import SUPPORTED_FAULTS
 from farflung.runs import RunConfig, RunFolder, make_replica
 from farflung.sim import VirtualWorld
 from farflung.state_trees import load_tree, save_tree
@@ -68,6 +70,34 @@ def test_nothing_is_said_before_a_refusal(
     assert not (tmp_path / "run").exists()
 
 
+def test_data_that_stays_is_not_computed_elsewhere(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--workload", "synthetic/quadratic", "--sampler", "balanced", "--out", tmp_path / "run"]
+    said = refuse(capsys, "train", "--data-stays", *words)
+    assert "--data-stays: --sampler balanced has samples computed by other replicas" in said
+
+
+def test_help_of_a_lab_names_all_its_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["lab", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    listed = words.partition("TOML file with faults: ")[2].partition(".")[0].replace("│", "")
+    assert {*"".join(listed.split()).split(",")} == SUPPORTED_FAULTS
+
+
+@pytest.mark.parametrize("count", ["65", "9" * 400, "9" * 5000])
+def test_more_connections_than_a_replica_can_have(capsys: pytest.CaptureFixture[str], count: str) -> None:
+    words = ["--workload", "synthetic/quadratic", "--connections", count]
+    assert "must be from 1 to 64, or auto" in refuse(capsys, "simulate", *words)
+
+
+@pytest.mark.parametrize("host", ["x..y", "x" * 70])
+def test_host_whose_name_cannot_be_one(host: str) -> None:
+    with pytest.raises(ConfigError, match="--peer: unknown host"):
+        check_host(host, "--peer")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit):
@@ -97,6 +127,7 @@ def test_help_names_kinds_of_values_as_people_would(capsys: pytest.CaptureFixtur
         (["--reducer", "codec(phases='three')"], "phases 'three' must be "),
         (["--reducer", "codec(collective='ring')"], "collective is a setting of its own"),
         (["--reducer", "powersgd", "--collective", "native"], "'native' matches sums by their order"),
+        (["--codec", "topk(density={[]: 1})"], "write it as name or name(option=value)"),
         (["--workers", "0"], "--workers 0: must be 1 or more"),
         (
             ["--workers", "10001", "--data", "packaged"],

@@ -36,7 +36,7 @@ def test_rank_0_tells_what_all_have_measured(pool: Pool, port: str, tmp_path: Pa
     args = ["--json", "--name", "home", "--out", str(tmp_path / "home.toml")]
     (code, out), other = pool.run(2, f"{__name__}.probed", port=port, args=args)
     assert (code, other) == (0, (0, ""))
-    found = json.loads(out.splitlines()[0])
+    found = json.loads(out)
     assert [(link["from"], link["to"]) for link in found["links"]] == [
         tuple(found["machines"]),
         tuple(reversed(found["machines"])),
@@ -57,4 +57,8 @@ def test_it_needs_a_launcher_and_a_free_file(
         monkeypatch.setenv(name, value)
     (taken := tmp_path / "home.toml").write_text("")
     assert "the file exists" in refuse(capsys, "probe", "--out", taken)
+    missing = tmp_path / "none" / "home.toml"
+    assert f"--out {missing}: there is no folder {missing.parent}" in refuse(
+        capsys, "probe", "--out", missing
+    )
     assert "name it" in refuse(capsys, "probe", "--workload", "synthetic/quadratic")

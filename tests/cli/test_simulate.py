@@ -76,7 +76,7 @@ def test_several_connections_take_less_time_under_loss_and_change_no_parameter(t
     assert [each.config.to_json()["connections"] for each in runs] == ["1", "4", "auto"]
     assert all(torch.equal(runs[0].state_dict()["w"], each.state_dict()["w"]) for each in runs)
     assert simulate(resume=tmp_path / "1", network=lossy, steps=5).summary["steps"] == 5
-    with pytest.raises(ConfigError, match="uniform: connections = 'several': must be 1 or more, or auto"):
+    with pytest.raises(ConfigError, match="uniform: connections = 'several': must be from 1 to 64, or auto"):
         run("several")
 
 

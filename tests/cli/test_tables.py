@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import farflung
 from farflung.cli import doctor
 from farflung.cli.doctor import Doctor
 from farflung.cli.main import main
-from farflung.cli.output import create_stdout_console
+from farflung.cli.output import create_stdout_console, print_json
 from farflung.cli.probe import Probe
 from farflung.cli.probing import ProbeResult
 from farflung.data import Share
@@ -127,3 +129,16 @@ def test_one_entry_in_full_is_not_cut(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     assert not any("…" in line for line in lines)
+
+
+def test_json_has_null_for_what_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"bandwidth_bps": [float("inf"), float("nan"), 1.5]})
+    assert capsys.readouterr().out == '{"bandwidth_bps": [null, null, 1.5]}\n'
+
+
+def test_commands_print_json_in_one_way() -> None:
+    folder = Path(farflung.__file__).parent
+    commands = [
+        path for path in folder.rglob("cli/*.py") if "print(json.dumps(" in path.read_text(encoding="utf-8")
+    ]
+    assert [path.name for path in commands] == ["output.py"]

@@ -104,6 +104,7 @@ def test_dirichlet_sizes_are_near_and_not_too_small() -> None:
         (lambda: Labels(0), "partition labels: k 0 must be at least 1"),
         (lambda: Labels(1.5), "k 1.5 must be a whole number"),  # type: ignore[arg-type]
         (lambda: Dirichlet(0), "partition dirichlet: alpha 0 must be a number of at least"),
+        (lambda: Dirichlet(10**400), "must be a number of at least"),
         (lambda: Dirichlet(float("nan")), "alpha nan must be a number"),
         (lambda: Labels().split(of(), 4), "leave 6 of 10 labels out; take at least 3"),
         (lambda: Labels(11).split(of(), 4), "11 labels each: this data set has 10"),
@@ -131,3 +132,7 @@ def test_a_subset_is_a_data_set() -> None:
     assert batch.inputs.tolist() == [999, 7, 999]
     assert batch.targets.tolist() == [9, 7, 9]
     assert Subset(TensorDataset(ids, ids), ids[:0]).labels is None
+
+
+def test_dirichlet_takes_any_finite_number() -> None:
+    assert shares(Dirichlet(99999999999999999999), 10) is not None

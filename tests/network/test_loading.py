@@ -27,6 +27,7 @@ from farflung.network import (
     Site,
     SiteLink,
     find_network,
+    format_profile,
     load_profile,
 )
 from farflung.network import loading as loading_module
@@ -144,8 +145,8 @@ def test_a_trace_in_a_file(tmp_path: Path) -> None:
         ),
         ('"cubic"', '"vegas"', "congestion = 'vegas': must be one of bbr, cubic, reno"),
         ('"cubic"', "1", "congestion = 1: must be a string"),
-        ('"auto"', "0", "connections = 0.0: must be 1 or more, or auto"),
-        ('"auto"', "inf", "connections = inf: must be 1 or more, or auto"),
+        ('"auto"', "0", "connections = 0.0: must be from 1 to 64, or auto"),
+        ('"auto"', "inf", "connections = inf: must be from 1 to 64, or auto"),
         ('"auto"', "true", "connections = True: must be a number"),
         ("loss = 0.001", "loss = 1.5", "link from office to field: loss = 1.5: must be"),
         ("shared = true", "shared = 1", "link from office to field: shared = 1: must be true or false"),
@@ -301,3 +302,18 @@ def test_a_wrong_device(tmp_path: Path, old: str, new: str, what: str) -> None:
     with pytest.raises(ConfigError, match=f"^{path}: .*{what}") as caught:
         find_device(str(path), forward_flops=1.0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a \N{ROCKET}", 'a "quoted" one', "two\nlines", "a\x7fb"])
+def test_written_profile_can_be_read(tmp_path: Path, name: str) -> None:
+    link = Link(0.0, 1e6)
+    sites = (Site(name, 1), Site("other", 1))
+    links = (SiteLink(name, "other", link), SiteLink("other", name, link))
+    profile = NetworkProfile(name, sites=sites, site_links=links)
+    (path := tmp_path / "net.toml").write_text(format_profile(profile, [f"measured at {name}"]), "utf-8")
+    loaded = load_profile(path)
+    assert (loaded.name, loaded.sites[0].name, loaded.site_links[0].link) == (name, name, link)
+    assert "latency_s = 0.0" in path.read_text("utf-8")
+    device = DeviceProfile(name=name)
+    (path := tmp_path / "device.toml").write_text(format_device(device, comments=[name]), "utf-8")
+    assert find_device(str(path)).name == name

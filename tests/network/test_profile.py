@@ -138,7 +138,7 @@ def test_a_faster_or_longer_way_takes_no_fewer_connections(
 
 @pytest.mark.parametrize(("count", "said"), [(0, "0"), ("some", "'some'"), (1.5, "1.5"), (True, "True")])
 def test_a_number_of_connections_is_checked(count: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"uniform: connections = {said}: must be 1 or more, or auto"):
+    with pytest.raises(ConfigError, match=f"uniform: connections = {said}: must be from 1 to 64, or auto"):
         replace(NetworkProfile.create_uniform(Link(0.1)), tcp_connections=count)
 
 

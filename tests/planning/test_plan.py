@@ -148,10 +148,27 @@ def test_table_fits_80_columns_and_says_what_to_take() -> None:
         ("--networks home.toml --workers 3", "it describes 2 nodes, and 3 are to run"),
         ("--workload tests.planning.own:random_width", "its model differs from seed to seed"),
         ("--share 2", "must be above 0 and at most 1"),
+        ("--networks", "--networks: give at least one"),
+        ("--networks 4g 4g", "--networks: one of them is there twice"),
+        ("--seeds", "--seeds: give at least one"),
+        ("--seeds 0 0", "--seeds: one of them is there twice"),
+        ("--seeds -1", "--seeds -1: must be 0 or more"),
+        ("--target nan", "--target nan: must be a finite number"),
+        ("--budget nan", "--budget nan: must be a finite number"),
+        ("--max-memory nan", "--max-memory nan: must be a finite number"),
+        ("--networks -- train.py", "--networks: give at least one"),
         ("-- nowhere.py", "there is no such script"),
         ("--within 1% -- train.py", "a script is only timed"),
         ("--data-stays -- train.py", "--data-stays: a script is only timed"),
         ("--max-memory 2 -- train.py", "--max-memory: a script is only timed"),
+        ("--target 0 -- train.py", "--target: a script is only timed"),
+        ("--out plan -- train.py", "--out: a script is only timed"),
+        ("--device cpu-core -- train.py", "--device: a script is only timed"),
+        ("--optimizer adam -- train.py", "--optimizer: a script is only timed"),
+        ("--batch-size 4 -- train.py", "--batch-size: a script is only timed"),
+        ("--learning-rate 0.1 -- train.py", "--learning-rate: a script is only timed"),
+        ("--partition iid -- train.py", "--partition: a script is only timed"),
+        ("--data full -- train.py", "--data: a script is only timed"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
@@ -250,6 +267,16 @@ def test_recipe_auto_plans_with_this_machine_and_trains_with_the_choice(
     assert planned["device"].forward_per_sample_s > 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["schedule"] == "local_sgd(sync_every=2)"
     assert main(["train", "--recipe", "auto", "--resume", str(tmp_path / "run")]) == 2
+    capsys.readouterr()
+    assert main(["train", *words, "--quiet", "--workers", "4"]) == 2
+    assert "--workers 4: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--codec int8", "--schedule delayed", "--sampler importance"])
+def test_recipe_auto_refuses_components(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--workload", "synthetic/quadratic", "--recipe", "auto", *option.split()]
+    assert main(["train", *words]) == 2
+    assert f"{option.split(maxsplit=1)[0]}: --recipe auto chooses it" in capsys.readouterr().err
 
 
 def test_recipe_that_diverges_is_ruled_out() -> None:

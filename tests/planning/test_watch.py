@@ -10,10 +10,12 @@ import pytest
 
 from farflung.cli.main import main
 from farflung.planning import Pace, Plan, PlanRow, PlanWatch
+from farflung.planning.table import build_plan_data
 from farflung.recipes.planned import REFERENCE
 from farflung.runs import RunConfig
 from farflung.telemetry import Event
 from farflung.types import Json
+from tests.refusals import refuse
 
 STEPS, STEP_S = 400, 0.5
 SETTINGS: dict[str, Json] = {"workload": "synthetic/quadratic", "workers": 2}
@@ -118,6 +120,37 @@ def test_file_that_is_no_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["report", str(tmp_path)]) == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("settings",), []),
+        (("settings",), None),
+        (("steps",), "many"),
+        (("rows", 0, "recipe"), 3),
+        (("rows", 0, "recipe"), "local_sgd("),
+        (("rows", 0, "high_s"), "soon"),
+        (("rows", 0, "status"), "lost"),
+        (("rows", 0, "loss_bounds"), [1.0]),
+        (("rows", 0, "loss_bounds"), 7),
+        (("rows", 0, "pace", "ends_s"), []),
+        (("rows", 0, "pace", "first_ends_s"), []),
+        (("rows", 0, "pace", "ends_s"), ["a"]),
+        (("rows", 0, "pace", "warmup"), None),
+    ],
+    ids=str,
+)
+def test_damaged_plan_is_refused(
+    path: tuple[str | int, ...], value: Json, plan_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = part = json.loads(plan_path.read_text())
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    plan_path.write_text(json.dumps(content))
+    out = refuse(capsys, "train", "--plan", plan_path, "--workload", "synthetic/quadratic", "--steps", STEPS)
+    assert str(plan_path) in out
+
+
 def test_plan_that_lacks_a_setting_is_refused(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads(plan_path.read_text())
     del content["settings"]["workload"]
@@ -136,3 +169,9 @@ def test_page_of_a_plan_has_bars_of_what_reaches_the_target(plan_path: Path) -> 
     assert bars["rows"] == [[BLOCKS, 90.0, 90.0], [REFERENCE, 0.0, 210.0]]
     assert [row[0] for row in table["rows"]] == [BLOCKS, "powersgd(rank=2)", REFERENCE, "delayed"]
     assert data["state"] == f"take {BLOCKS}"
+
+
+def test_page_of_a_plan_has_only_finite_numbers() -> None:
+    row = PlanRow(BLOCKS, "4g", None, 1.0, 1.0, 0.9, "misses", gap=float("inf"), noise=float("nan"))
+    made = Plan([row], None, REFERENCE, 0.1, STEPS, 0.7, SETTINGS, False)
+    json.dumps(build_plan_data(made), allow_nan=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 import tyro
 
 from farflung.calibration import Calibration, ProcessorLoad, build_coding_tasks, calibrate
-from farflung.cli.output import create_stderr_console
+from farflung.cli.output import create_stderr_console, print_json
 from farflung.cli.progress import Bar
 from farflung.config import Training
 from farflung.devices import CodingRates, format_device
@@ -42,7 +41,7 @@ class Calibrate:
     batch_size: int | None = None
     """Samples in a step; the workload's own number when not given."""
     optimizer: str | None = None
-    """sgd or adam; the workload's own when not given."""
+    """Optimizer, for example adamw or "sgd(nesterov=True)"; the workload's own when not given."""
     rounds: int = 30
     """Steps to time; medians are kept."""
     threads: int = 1
@@ -109,7 +108,7 @@ class Calibrate:
             write_text(self.out, text)
             create_stderr_console().print(f"profile  {self.out}", soft_wrap=True, markup=False)
         if self.json:
-            print(json.dumps(self._to_json(result)))
+            print_json(self._to_json(result))
         elif self.out is None:
             print(text, end="")
         return 0

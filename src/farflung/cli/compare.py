@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from farflung.cli.options import collect_options, with_settings
-from farflung.cli.output import OutputOptions, create_stdout_console, print_files
+from farflung.cli.output import OutputOptions, create_stdout_console, print_files, print_json
 from farflung.cli.progress import ComparisonProgress
 from farflung.recipes import FAMILIES
 from farflung.report import format_score
@@ -69,7 +68,7 @@ class Compare(OutputOptions):
                 "target": target,
                 "device": settings.get("device", DEFAULT_DEVICE),
             }
-            print(json.dumps({**header, "rows": [row.to_json() for row in rows], "folder": str(out)}))
+            print_json({**header, "rows": [row.to_json() for row in rows], "folder": str(out)})
             return 0
         console = create_stdout_console()
         console.print(comparison.build_table(console.width))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import resource
@@ -19,7 +18,7 @@ import torch
 import tyro
 
 import farflung
-from farflung.cli.output import print_table
+from farflung.cli.output import print_json, print_table
 from farflung.cli.probing import ProbeResult, create_listener, probe, serve_probes
 from farflung.comm.endpoint import parse_ports
 from farflung.comm.interface import (
@@ -87,7 +86,7 @@ class Doctor:
                     )
         if self.json:
             rows: list[Json] = [{"peer": text, **asdict(result)} for text, result in results.items()]
-            print(json.dumps({"machine": machine, "peers": rows, "troubles": troubles}))
+            print_json({"machine": machine, "peers": rows, "troubles": troubles})
         elif results:
             lines = [
                 {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ import tyro
 from rich.filesize import decimal
 
 from farflung._docstrings import get_docstring
-from farflung.cli.output import print_list, print_table
+from farflung.cli.output import print_json, print_list, print_table
 from farflung.errors import DataError, UnknownName
 from farflung.types import Json
 
@@ -64,7 +63,7 @@ class List:
             names = [self.name]
         rows, cells = zip(*map(describe, names), strict=True)
         if self.json:
-            print(json.dumps(rows, indent=2))
+            print_json(rows, indent=2)
         elif self.name is not None:
             print_table((), [(key.replace("_", " "), _format_value(value)) for key, value in rows[0].items()])
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from abc import abstractmethod
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from farflung.cli.output import create_stderr_console, create_stdout_console, print_files
+from farflung.cli.output import create_stderr_console, create_stdout_console, print_files, print_json
 from farflung.comm import Endpoint
 from farflung.config import Setting, list_settings
 from farflung.errors import ConfigError, UnknownName
@@ -190,7 +189,7 @@ def print_result(run: Run, *, as_json: bool, log_to: str = "") -> None:
     from farflung.loggers import list_viewers
 
     if as_json:
-        print(json.dumps({**run.summary, "folder": str(run.folder)}))
+        print_json({**run.summary, "folder": str(run.folder)})
         return
     create_stdout_console().print(run.build_table())
     telemetry = run.files.get_telemetry_path(min(run.events, default=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from farflung.files import replace_nonfinite
 from farflung.report import PLAIN_WIDTH
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "create_stderr_console",
     "create_stdout_console",
     "print_files",
+    "print_json",
     "print_list",
     "print_table",
 ]
@@ -72,6 +75,11 @@ def print_list(lines: Sequence[Mapping[str, str]]) -> None:
     for line in lines:
         table.add_row(*(Text(cell) for cell in line.values()))
     create_stdout_console().print(table)
+
+
+def print_json(value: object, indent: int | None = None) -> None:
+    """Prints a value as JSON on stdout, with null in place of infinity and NaN."""
+    print(json.dumps(replace_nonfinite(value), indent=indent))
 
 
 def print_files(**files: Path | str) -> None:

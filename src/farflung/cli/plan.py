@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import tyro
 from rich.text import Text
 
 from farflung.cli.options import collect_options, with_settings
-from farflung.cli.output import OutputOptions, create_stdout_console, print_files
+from farflung.cli.output import OutputOptions, create_stdout_console, print_files, print_json
 from farflung.cli.progress import Bar
 from farflung.errors import ConfigError
 from farflung.recipes import FAMILIES
@@ -82,11 +81,13 @@ class MakePlan(OutputOptions):
         from farflung.planning import plan, plan_script
 
         out = self.out or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}"
-        options = collect_options(self, {*SimulatedConfig.list_settings(), *PLAN_OPTIONS, "recipes"})
-        if self.script and (
-            refused := [name for name in (*PLAN_OPTIONS, "workload", "out") if getattr(self, name)]
-        ):
-            raise ConfigError(f"--{refused[0].replace('_', '-')}: a script is only timed: leave that out")
+        names = [
+            *SimulatedConfig.list_settings(),
+            *PLAN_OPTIONS,
+            "recipes",
+            *(["out"] if self.script else []),
+        ]
+        options = collect_options(self, names)
         if self.within is not None:
             options["within"] = _parse_score(self.within)
         with Bar("planning", quiet=self.quiet or self.json) as bar:
@@ -105,7 +106,7 @@ class MakePlan(OutputOptions):
                     options.pop("workload", None), self.networks, out=out, on_part=show_part, **options
                 )
         if self.json:
-            print(json.dumps({**result.to_json(), "folder": None if self.script else str(out)}))
+            print_json({**result.to_json(), "folder": None if self.script else str(out)})
             return 0
         console = create_stdout_console()
         console.print(result.build_table())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import tyro
 
 from farflung.cli.calibrate import Calibrate
 from farflung.cli.options import ENDPOINT, build_endpoint, with_options
-from farflung.cli.output import create_stderr_console, print_files, print_table
+from farflung.cli.output import create_stderr_console, print_json, print_table
 from farflung.comm import ExchangeChannel, Purpose
 from farflung.errors import ConfigError
 from farflung.files import path_exists, write_text
@@ -56,6 +55,8 @@ class Probe:
             )
         if self.out is not None and path_exists(self.out):
             raise ConfigError(f"--out {self.out}: the file exists; choose another name or remove it")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise ConfigError(f"--out {self.out}: there is no folder {self.out.parent}")
         if self.workload is not None and self.out is None:
             raise ConfigError("--workload: devices are written beside --out: name it")
         measurement, names = self._measure(env)
@@ -81,7 +82,7 @@ class Probe:
         if self.json:
             rows = [{"from": names[src], "to": names[dst], **asdict(link)} for (src, dst), link in links]
             totals = {name: getattr(measurement, name) for name in ("up_bps", "down_bps", "total_bps")}
-            print(json.dumps({"machines": names, "links": rows, **totals}))
+            print_json({"machines": names, "links": rows, **totals})
         else:
             print_table(
                 ["from, to", "one way", "median", "Mbit/s", "lowest", "highest"],
@@ -100,7 +101,7 @@ class Probe:
         text = format_profile(profile, comments)
         if self.out is not None:
             write_text(self.out, text)
-            print_files(network=self.out)
+            create_stderr_console().print(f"network  {self.out}", soft_wrap=True, markup=False)
         elif not self.json:
             print(text, end="")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from farflung.cli.options import print_result
-from farflung.cli.output import OutputOptions, create_stdout_console, print_files
+from farflung.cli.output import OutputOptions, create_stdout_console, print_files, print_json
 from farflung.cli.progress import Progress
 from farflung.errors import DataError
 from farflung.files import wrap_read_errors, write_json
@@ -71,7 +70,7 @@ class Traffic:
         files.load_config()
         sent = read_traffic(files.load_events())
         if self.json:
-            print(json.dumps(sent))
+            print_json(sent)
             return 0
         create_stdout_console().print(render_traffic_table(sent, title=f"payload bytes, {self.run_folder}"))
         return 0

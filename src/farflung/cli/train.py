@@ -60,11 +60,17 @@ class Train(RunCommand):
                 f"--network: train uses the links of this machine: use farflung lab --network {self.network} train ... "
                 f"(real sockets on shaped links, needs root) or farflung simulate --network {self.network}"
             )
+        from farflung.recipes.recipe import list_component_settings
         from farflung.runs import prepare_training
 
         settings = {name: value for layer in layers for name, value in layer.items()}
         if settings.get("recipe") == "auto":
-            layers = (*layers, {"recipe": self._plan_recipe(settings)})
+            for name in list_component_settings():
+                if name in settings:
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')}: --recipe auto chooses it: leave that out, or name the recipe"
+                    )
+            layers = (*layers[:-1], {**layers[-1], "recipe": self._plan_recipe(settings)})
         options = RunOptions(**collect_options(self, OPTIONS), endpoint=build_endpoint(self))
         return prepare_training(*layers, options=options)
 

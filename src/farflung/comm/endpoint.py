@@ -17,13 +17,12 @@ from farflung.comm.interface import (
 )
 from farflung.comm.keys import Keys, load_keys
 from farflung.errors import ConfigError
+from farflung.options import MAX_CONNECTIONS
 
-__all__ = ["MAX_CONNECTIONS", "UNREACHABLE", "Endpoint", "parse_advertised", "parse_ports"]
+__all__ = ["UNREACHABLE", "Endpoint", "parse_advertised", "parse_ports"]
 
 UNREACHABLE = "none"
 """Advertised by a replica to which no peer can connect."""
-MAX_CONNECTIONS = 64
-"""Most connections to one peer."""
 
 _PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _MAX_PORT = 65535

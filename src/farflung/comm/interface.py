@@ -89,8 +89,9 @@ def check_host(host: str, option: str) -> None:
     """
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"{option}: unknown host ({error.strerror})") from None
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a name of a host"
+        raise ConfigError(f"{option}: unknown host ({reason})") from None
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor
 
 from farflung.comm.connection import LINGER_S, Connection
-from farflung.comm.endpoint import MAX_CONNECTIONS
 from farflung.comm.peer import Peer, should_connect
 from farflung.comm.pieces import TcpInfo
 from farflung.comm.pool import BufferPool
@@ -18,6 +17,7 @@ from farflung.comm.transport import ConnectionTraffic
 from farflung.comm.wire import Head, WireError
 from farflung.errors import PeerLost
 from farflung.network.tcp import LARGEST_WINDOW_BITS, CongestionControl, compute_window_bps
+from farflung.options import MAX_CONNECTIONS
 
 if TYPE_CHECKING:
     from farflung.comm.tcp import TcpTransport

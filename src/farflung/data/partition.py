@@ -128,7 +128,7 @@ class Dirichlet:
             part_pieces: list[list[np.ndarray]] = [[] for _ in range(num_parts)]
             sizes = np.zeros(num_parts)
             for ids in members:
-                shares = random.dirichlet(np.full(num_parts, self.alpha)) * (sizes < total / num_parts)
+                shares = random.dirichlet(np.full(num_parts, float(self.alpha))) * (sizes < total / num_parts)
                 if not shares.sum() > 0:  # underflow, or all parts are full: the smallest gets all
                     shares = (np.arange(num_parts) == sizes.argmin()).astype(float)
                 cuts = np.round(np.cumsum(shares / shares.sum())[:-1] * len(ids)).astype(int)

@@ -26,7 +26,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from pathlib import Path
 from farflung.devices.profile import CodingRates, DeviceProfile, LayerProfile, Points
 from farflung.devices.stragglers import OccasionalStraggler, ScheduledStraggler, VaryingStraggler
 from farflung.errors import ConfigError, UnknownName
-from farflung.files import prefix_errors
+from farflung.files import format_toml_comment, format_toml_text, prefix_errors
 from farflung.options import require
 from farflung.tables import Table, load_table
 
@@ -178,7 +177,7 @@ def format_device(
       layer_names: Names of its layers, for comments.
       comments: Lines of comments at the top.
     """
-    lines = [*(f"# {note}" for note in comments), f"name = {json.dumps(device.name)}"]
+    lines = [*map(format_toml_comment, comments), f"name = {format_toml_text(device.name)}"]
     if not device.layers:
         lines += [f"forward_s = {device.forward_s!r}", f"backward_s = {device.backward_per_sample_s!r}"]
     lines += [f"{key} = {getattr(device, key)!r}" for key in ("optimizer_s", "step_s", "slowdown")]
@@ -200,8 +199,8 @@ def format_device(
         lines += [
             "",
             "[[coding]]",
-            f"operation = {json.dumps(operation)}",
-            *([f"method = {json.dumps(method)}"] if method else []),
+            f"operation = {format_toml_text(operation)}",
+            *([f"method = {format_toml_text(method)}"] if method else []),
             f"numel = {[numel for numel, _ in points]}",
             f"seconds = {[seconds for _, seconds in points]}",
         ]

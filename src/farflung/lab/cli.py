@@ -54,8 +54,8 @@ class RunInLab:
     report: Path | None = None
     """JSON file for what was measured before the run and counted in it."""
     faults: Path | None = None
-    """TOML file with faults: crash, hang, cut, throttle, lose, restore. With train, times count from the first
-    step; with another program, from its start."""
+    """TOML file with faults: crash, hang, leave, cut, reset, throttle, lose, restore. With train, times count from the
+    first step; with another program, from its start."""
     seed: int = 0
     """Seed of jitter and loss."""
     any_delay: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -31,7 +31,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from farflung.files import prefix_errors, read_number_pairs, wrap_read_errors
+from farflung.files import (
+    format_toml_comment,
+    format_toml_text,
+    prefix_errors,
+    read_number_pairs,
+    wrap_read_errors,
+)
 from farflung.network.link import BandwidthTrace, Capacity, Link
 from farflung.network.profile import Medium, NetworkProfile, Site, SiteLink
 from farflung.tables import Readers, Table, load_table
@@ -92,25 +98,30 @@ def format_profile(profile: NetworkProfile, comments: Sequence[str] = ()) -> str
       profile: Profile whose capacities are constant.
       comments: Lines of comments at the top.
     """
-    lines = [*(f"# {line}" for line in comments), f"name = {json.dumps(profile.name)}"]
+    lines = [*map(format_toml_comment, comments), f"name = {format_toml_text(profile.name)}"]
     for medium in profile.media:
         lines += ["", "[[medium]]", *_format_entries(medium, ("name", "bandwidth_bps", "relayed"))]
     for site in profile.sites:
         lines += ["", "[[site]]", *_format_entries(site, ("name", "nodes", "up_bps", "down_bps", "medium"))]
     for site_link in profile.site_links:
-        lines += ["", "[[link]]", f"from = {json.dumps(site_link.src)}", f"to = {json.dumps(site_link.dst)}"]
+        ends = {"from": site_link.src, "to": site_link.dst}
+        lines += ["", "[[link]]", *(f"{key} = {format_toml_text(name)}" for key, name in ends.items())]
         lines += _format_entries(site_link.link, ("latency_s", "bandwidth_bps"))
     return "\n".join(lines) + "\n"
 
 
 def _format_entries(part: object, keys: Sequence[str]) -> list[str]:
     """Formats the fields of a part that are set; infinite capacities are the default."""
-    values = {key: getattr(part, key) for key in keys}
-    return [
-        f"{key} = {float(f'{value:.4g}') if isinstance(value, float) else json.dumps(value)}"
-        for key, value in values.items()
-        if value not in (None, math.inf, False)
-    ]
+    lines = []
+    for key in keys:
+        value = getattr(part, key)
+        if value is None or value is False or value == math.inf:
+            continue
+        if isinstance(value, float):
+            value = float(f"{value:.4g}")
+        text = format_toml_text(value) if isinstance(value, str) else json.dumps(value)
+        lines.append(f"{key} = {text}")
+    return lines
 
 
 def _read_trace(table: Table, folder: Path) -> BandwidthTrace:

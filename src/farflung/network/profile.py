@@ -21,7 +21,7 @@ from farflung.network.link import (
     scale_capacity,
 )
 from farflung.network.tcp import AUTO, CongestionControl, Connections, choose_num_connections
-from farflung.options import require
+from farflung.options import MAX_CONNECTIONS, require
 
 __all__ = ["MAX_NODES", "Medium", "NetworkProfile", "Site", "SiteLink"]
 
@@ -168,11 +168,14 @@ class NetworkProfile:
         connections: Any = self.tcp_connections
         if connections == AUTO:
             return AUTO
-        if isinstance(connections, str) and connections.isdecimal():
+        if isinstance(connections, str) and connections.isdecimal() and len(connections) < 9:
             connections = int(connections)
         is_number = isinstance(connections, int | float) and not isinstance(connections, bool)
-        if not (is_number and 1 <= connections < math.inf and connections == int(connections)):
-            raise ConfigError(f"{self.name}: connections = {connections!r}: must be 1 or more, or {AUTO}")
+        if not (is_number and 1 <= connections <= MAX_CONNECTIONS and connections == int(connections)):
+            text = repr(connections)[:40]
+            raise ConfigError(
+                f"{self.name}: connections = {text}: must be from 1 to {MAX_CONNECTIONS}, or {AUTO}"
+            )
         return int(connections)
 
     def _check_reachable(self) -> None:

@@ -40,6 +40,8 @@ SHARE = 0.25
 RESOLUTION_FACTOR = 1.5
 """Default tolerance over the smallest one that the test set can tell, which is two standard errors."""
 GIB = 1 << 30
+SCRIPT_SETTINGS = ("steps", "workers", "seed", "connections")
+"""Settings of a plan for a script."""
 
 
 def ignore_part(name: str, num_left: int) -> None:
@@ -96,7 +98,8 @@ def plan(
     """
     networks = _list_networks(networks)
     configs = _resolve_candidates(recipes, networks, {"workload": workload, "device": device, **settings})
-    _check_inputs(configs, networks, share, requested=recipes or ())
+    limits = {"within": within, "target": target, "budget": budget, "max-memory": max_memory}
+    _check_inputs(configs, networks, share, seeds, limits, requested=recipes or ())
     reference, begin_s = configs[REFERENCE], time.process_time()
     scratch = TempFolder() if out is None else None
     folder = Path(str(out)) if scratch is None else scratch.path
@@ -162,7 +165,6 @@ def plan_script(
     networks: Networks = DEFAULT_NETWORK,
     *,
     recipes: Sequence[str] | None = None,
-    device: DeviceProfile | None = None,
     on_part: OnPart = ignore_part,
     **settings: object,
 ) -> Plan:
@@ -172,17 +174,22 @@ def plan_script(
       command: Script of Python with its arguments.
       networks: Networks, as in :func:`plan`.
       recipes: Recipes, as in :func:`plan`.
-      device: Profile of each replica's device; by default this machine, as its steps were.
       on_part: Callback, as in :func:`plan`.
-      settings: Settings of :func:`farflung.simulate`, such as ``steps`` and ``workers``.
+      settings: ``steps``, ``workers``, ``seed`` or ``connections``, as in :func:`farflung.simulate`; the script has its
+        own for the rest, and the replicas are as fast as this machine.
 
     Raises:
       BadInput: The loop cannot be recorded, or a setting is invalid.
     """
+    for name in settings:
+        if name not in SCRIPT_SETTINGS:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: a script is only timed, as it is and on this machine: leave that out"
+            )
     networks, scratch = _list_networks(networks), TempFolder()
     on_part(f"recording {command[0]}", 1 + len(CANDIDATES if recipes is None else recipes))
     recorded = record_script(command, REFERENCE)
-    base = {**settings, "workload": recorded.workload, "device": device or recorded.device, "batch_size": 1}
+    base = {**settings, "workload": recorded.workload, "device": recorded.device, "batch_size": 1}
     configs, rows = _resolve_candidates(recipes, networks, base), list[PlanRow]()
     for number, (text, config) in enumerate(configs.items()):
         on_part(f"recording and timing {text}", len(configs) - number)
@@ -193,7 +200,7 @@ def plan_script(
             )
         own_device = config.device
         try:
-            if text != REFERENCE and not reason and device is None:
+            if text != REFERENCE and not reason:
                 own_device = record_script(command, text).device
         except ConfigError as error:
             reason = str(error)
@@ -202,7 +209,18 @@ def plan_script(
 
 
 def _list_networks(networks: Networks) -> list[str | NetworkProfile]:
-    return [networks] if isinstance(networks, str | NetworkProfile) else [*networks]
+    """Returns the networks as a list, which must have one or more, each once."""
+    listed = [networks] if isinstance(networks, str | NetworkProfile) else [*networks]
+    _check_choices("networks", listed)
+    return listed
+
+
+def _check_choices(option: str, values: Sequence[object]) -> None:
+    """Checks that an option has one value or more, each once."""
+    if not values:
+        raise ConfigError(f"--{option}: give at least one")
+    if any(value in values[:place] for place, value in enumerate(values)):
+        raise ConfigError(f"--{option}: one of them is there twice")
 
 
 def _resolve_candidates(
@@ -220,9 +238,18 @@ def _check_inputs(
     configs: Mapping[str, SimulatedConfig],
     networks: Sequence[str | NetworkProfile],
     share: float,
+    seeds: Sequence[int],
+    limits: Mapping[str, float | None],
     requested: Sequence[str],
 ) -> None:
     """Checks settings of all candidates before anything is simulated."""
+    _check_choices("seeds", seeds)
+    for seed in seeds:
+        if seed < 0:
+            raise ConfigError(f"--seeds {seed}: must be 0 or more")
+    for option, limit in limits.items():
+        if limit is not None and not math.isfinite(limit):
+            raise ConfigError(f"--{option} {limit}: must be a finite number")
     if not 0 < share <= 1:
         raise ConfigError(f"--share {share}: must be above 0 and at most 1")
     first, *others = configs.values()

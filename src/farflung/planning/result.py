@@ -6,14 +6,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from typing_extensions import override
 
 from farflung.attach_checks import describe_attach_support
 from farflung.errors import DataError, MissingExtra
 from farflung.files import parse_json, read_text, wrap_read_errors
-from farflung.planning.choice import PlanRow
+from farflung.planning.choice import NUM_TENTHS, PlanRow
 from farflung.planning.table import render_plan_table
 from farflung.planning.timing import Pace
 from farflung.recipes import Recipe, parse_recipe
@@ -119,9 +120,20 @@ class Plan:
                 PlanRow(**{**row, "pace": Pace(**row["pace"]) if row["pace"] else None})
                 for row in content["rows"]
             ]
+            for row in rows:
+                _check_types(row)
+                parse_components(row.recipe)
+                if row.pace is not None:
+                    _check_types(row.pace)
+                    if not (row.pace.first_ends_s and row.pace.ends_s):
+                        raise ValueError(f"{row.recipe}: its block has no steps")
+                if len(row.loss_bounds) not in (0, NUM_TENTHS):
+                    raise ValueError(f"{row.recipe}: {len(row.loss_bounds)} loss_bounds, not {NUM_TENTHS}")
             choice = next((row for row in rows if row.recipe == content["choice"]), None)
             names = ("reference", "tolerance", "steps", "pilots", "settings", "is_accuracy")
-            return cls(rows, choice, **{name: content[name] for name in names})
+            plan = cls(rows, choice, **{name: content[name] for name in names})
+            _check_types(plan)
+            return plan
 
     @override
     def __str__(self) -> str:
@@ -129,6 +141,30 @@ class Plan:
             return render_text(self.build_table())
         except MissingExtra:
             return "\n\n".join(render_lines(asdict(row)) for row in self.rows)
+
+
+def _check_types(part: Any) -> None:
+    """Checks the values of a dataclass that was read from JSON against its annotations.
+
+    Raises:
+      TypeError: A value is of another type.
+    """
+    for name, kind in get_type_hints(type(part)).items():
+        if not _is_of_type(getattr(part, name), kind):
+            raise TypeError(f"{name} is {getattr(part, name)!r}")
+
+
+def _is_of_type(value: object, kind: Any) -> bool:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_is_of_type(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if origin is Sequence:
+        return isinstance(value, list | tuple) and all(_is_of_type(entry, args[0]) for entry in value)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return isinstance(value, origin or kind)
 
 
 def parse_components(text: str) -> tuple[Recipe, dict[str, Json]]:

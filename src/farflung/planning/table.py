@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from farflung.files import replace_nonfinite
 from farflung.report.comparison import fold_text
 from farflung.report.page import build_table
 from farflung.report.tables import create_table, format_duration
@@ -89,7 +90,7 @@ def build_plan_data(plan: Plan) -> dict[str, Json]:
         },
         build_table("All recipes", columns, zip(*columns.values(), strict=True)),
     ]
-    return {
+    data: dict[str, Json] = {
         "title": f"plan: {plan.settings['workload']}, {plan.steps:,} steps",
         "state": f"take {plan.choice.recipe}" if plan.choice else "",
         "simulated": "All times are simulated.",
@@ -97,6 +98,7 @@ def build_plan_data(plan: Plan) -> dict[str, Json]:
         "live": False,
         "sections": [{"title": "Plan", "figures": figures}],
     }
+    return dict(replace_nonfinite(data))
 
 
 def _format_gap(gap: float | None, is_accuracy: bool, noise: float | None = None) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from farflung.files import replace_nonfinite
 from farflung.recipes import FAMILIES
 from farflung.report.reading import OPTIONAL_PARTS, TIME_PARTS, RankHistory, read_rank_histories
 from farflung.report.tables import format_score, render_summary_table
@@ -498,9 +499,7 @@ def build_report_data(runs: Sequence[ReportedRun], *, is_live: bool = False) -> 
         "live": is_live,
         "sections": [{"title": title, "figures": figures} for title, figures in sections.items() if figures],
     }
-    # JSON in browsers has only finite numbers.
-    data: dict[str, Json] = json.loads(json.dumps(content), parse_constant=lambda name: None)
-    return data
+    return dict(replace_nonfinite(content))
 
 
 def render_report_page(data: Mapping[str, Json]) -> str:

@@ -115,6 +115,11 @@ def begin_training(
             f"--data-stays: --sharing {component_texts['sharing']} sends samples to other replicas: leave out "
             "--data-stays, or choose --sharing none"
         )
+    if options.data_stays and components.sampler.is_balanced:
+        raise ConfigError(
+            f"--data-stays: --sampler {component_texts['sampler']} has samples computed by other replicas: leave out "
+            "--data-stays, or choose --sampler uniform"
+        )
     env = LaunchEnv.read()
     if env is not None:
         endpoint.read_keys()

@@ -201,7 +201,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
         return self._clock.time() - (0.0 if self._pauses is None else self._pauses.get_paused_s(rank))
 
     def call_when_running(self, rank: int, due_s: float, fn: Callable[[], None]) -> None:
-        """Calls ``fn`` when :meth:`get_running_s` of a replica is ``next_check_s``; never if it crashes or leaves
+        """Calls ``fn`` when :meth:`get_running_s` of a replica is ``due_s``; never if it crashes or leaves
         before.
         """
         if self._pauses is None:
@@ -214,7 +214,7 @@ class VirtualFaultEnvironment(FaultEnvironment):
         )
 
     def mark_data_wait(self, rank: int, arrival: Pending[None]) -> None:
-        """Marks a rank as waiting for samples until ``wait_for_join``."""
+        """Marks a rank as waiting for samples until ``arrival`` is complete."""
         if self._pauses is not None:
             self._data_waiters.add(rank)
             arrival.add_done_callback(lambda _: self._data_waiters.discard(rank))

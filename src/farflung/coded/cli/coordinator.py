@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +13,7 @@ from rich.filesize import decimal
 
 from farflung.cli.main import label_options
 from farflung.cli.options import ENDPOINT, build_endpoint, collect_options, with_options
-from farflung.cli.output import OutputOptions, create_stderr_console, print_files, print_table
+from farflung.cli.output import OutputOptions, create_stderr_console, print_files, print_json, print_table
 from farflung.cli.progress import Bar, format_clock
 from farflung.coded.coordinator import Settings
 from farflung.coded.meeting import Address
@@ -102,7 +101,7 @@ class Coordinate(OutputOptions):
         title = f"Coded training of {len(summary['partitions'])} partitions"  # type: ignore[arg-type]
         draw_coded_picture(folder.load_events(), picture, title=title)
         if self.json:
-            print(json.dumps({**summary, "folder": str(folder.path)}))
+            print_json({**summary, "folder": str(folder.path)})
         else:
             print_table((), _build_summary_rows(summary))
             print_files(picture=picture, model=folder.model_path)

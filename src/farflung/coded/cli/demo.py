@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from farflung.cli.main import label_options
-from farflung.cli.output import OutputOptions, print_files, print_table
+from farflung.cli.output import OutputOptions, print_files, print_json, print_table
 from farflung.coded.blocks import BlockStore
 from farflung.coded.cli.coordinator import CodedProgress, format_encoding
 from farflung.coded.coordinator import Settings
@@ -163,7 +162,7 @@ class Demo(OutputOptions):
         victims = _format_lost_devices(events)
         if self.json:
             output: dict[str, Json] = {**summary, "vanished": list(victims), "folder": str(folder.path)}
-            print(json.dumps(output))
+            print_json(output)
             return
         print_table(
             (),

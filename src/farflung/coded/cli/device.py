@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 from collections import Counter
@@ -16,7 +15,7 @@ from rich.filesize import decimal
 
 from farflung.cli.main import label_options
 from farflung.cli.options import ENDPOINT, build_endpoint, with_options
-from farflung.cli.output import OutputOptions, create_stderr_console, print_table
+from farflung.cli.output import OutputOptions, create_stderr_console, print_json, print_table
 from farflung.coded.blocks import BlockStore
 from farflung.coded.device import Device
 from farflung.coded.meeting import Address, run_device
@@ -109,7 +108,7 @@ class Attend(OutputOptions):
     def _print_summary(self, store: BlockStore, sessions: _DeviceSessions) -> None:
         summary = sessions.build_summary()
         if self.json:
-            print(json.dumps({**summary, "held_nbytes": store.nbytes}))
+            print_json({**summary, "held_nbytes": store.nbytes})
             return
         lines = [
             ("rank", ", ".join(map(str, summary["ranks"]))),
