@@ -382,3 +382,11 @@ def test_a_configuration_of_another_version(
 def test_a_damaged_configuration(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     (run / "config.json").write_text('{"steps": ')
     assert "config.json: damaged" in refuse(capsys, "train", "--resume", str(run))
+
+
+@pytest.mark.parametrize("option", ["--logs", "--report"])
+def test_the_lab_names_an_output_that_cannot_be_written_before_it_starts(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "/dev/null/logs" if option == "--logs" else "/dev/null/report/links.json"
+    assert "/dev/null" in refuse(capsys, "lab", option, path, "--", "true")

@@ -79,8 +79,21 @@ REFUSED: dict[str, Callable[[], object]] = {
     "chain is made of codecs": lambda: chain(TopK(), "int8"),  # type: ignore[arg-type]
     "by_role is made of codecs": lambda: by_role(3),  # type: ignore[arg-type]
     "by_size is made of codecs": lambda: by_size("x"),  # type: ignore[arg-type]
-    "grow by n/k": lambda: error_feedback(RandomK()),
+    "around RandomK makes its errors grow with each step": lambda: error_feedback(RandomK()),
+    "around RandomK makes its errors grow": lambda: error_feedback(chain(RandomK(), Int8())),
+    "around RandomK makes its errors": lambda: error_feedback(by_size(large=RandomK())),
+    "around QSGD makes its errors grow": lambda: error_feedback(QSGD(bits=4, norm="l2")),
+    "around DGC keeps the same residual twice": lambda: error_feedback(DGC()),
+    "around DeMo keeps the same residual twice": lambda: error_feedback(DeMo()),
+    "around ErrorFeedback keeps the same residual twice": lambda: error_feedback(
+        by_size(large=error_feedback())
+    ),
 }
+
+
+def test_norms_whose_errors_fade_may_have_a_residual() -> None:
+    for codec in (QSGD(bits=4), QSGD(bits=8, norm="l2"), RandomK(unbiased=False), RandomK(1.0)):
+        error_feedback(codec)
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -359,6 +372,24 @@ def test_each_chunk_sends_its_own_largest() -> None:
     grad = torch.tensor([9.0, -8.0, 7.0, 6.0, 0.1, 0.5, -0.25, 0.2, 5.0, 0.0])
     decoded, _ = there_and_back(ChunkedTopK(0.5, chunk=4, bits=None), grad)
     assert decoded.tolist() == [9.0, -8.0, 0.0, 0.0, 0.0, 0.5, -0.25, 0.0, 5.0, 0.0]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_the_padding_of_the_last_chunk_counts_to_no_mean(bits: int) -> None:
+    grad = torch.cat([normal(64), torch.tensor([2.0])])
+    codec = ChunkedTopK(density=0.25, chunk=64, bits=bits)
+    decoded, _ = there_and_back(codec, grad)
+    sent = decoded != 0
+    magnitudes = grad[sent].abs()
+    low, high = magnitudes.min(), magnitudes.max()
+    classes = 1 << (bits - 1)
+    numbers = ((magnitudes - low) / (high - low) * classes).floor().clamp_max(classes - 1) * grad[sent].sign()
+    numbers += grad[sent].sign()  # apart from 0 for both signs
+    for number in numbers.unique():
+        members = numbers == number
+        torch.testing.assert_close(
+            decoded[sent][members], grad[sent][members].mean().expand(int(members.sum()))
+        )
 
 
 def test_two_bits_are_a_sign_and_one_of_two_means() -> None:

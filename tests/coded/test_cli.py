@@ -59,6 +59,7 @@ COORDINATOR = [
     ("--devices 4", "--partitions: give how many partitions training begins with"),
     ("--partitions 4", "--devices: give how many devices training begins with"),
     ("--partitions 0 --devices 2", "partitions 0 must be at least 1"),
+    ("--partitions 4 --devices 256", "--devices 256: a run has 255 seats"),
     ("--partitions 4 --devices 2", "devices 2 must be at least 4"),
     ("--patience 0", "patience_s 0.0 must be a number of at least 0.001"),
     ("--redundancy -1", "redundancy -1 must be at least 0"),

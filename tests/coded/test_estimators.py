@@ -343,3 +343,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
     rows, labels = mixed()
     model = CodedLogisticRegression(C=np.float32(0.5)).fit(rows, labels)  # type: ignore[arg-type]
     np.testing.assert_allclose(model.coef_, CodedLogisticRegression(C=0.5).fit(rows, labels).coef_)
+    found = [
+        CodedLogisticRegression(solver="gd", learning_rate=rate, max_iter=5, tol=1.0).fit(rows, labels).coef_
+        for rate in (0.1, np.float64(0.1))
+    ]
+    np.testing.assert_array_equal(found[0], found[1])

@@ -74,3 +74,11 @@ def test_damaged_files(tmp_path: Path, suffix: str) -> None:
     path.unlink()
     with pytest.raises(DataError, match=r"a9a\.t\..*No such file"):
         a9a.read(found, counts=(3, 2), num_positive=(1, 2))
+
+
+def test_altered_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARFLUNG_DATA", str(tmp_path))
+    (tmp_path / "a9a").mkdir()
+    put(tmp_path / "a9a")
+    with pytest.raises(DataError, match="wrong checksum: expected sha256 of lines"):
+        a9a.load()

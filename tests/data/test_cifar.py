@@ -101,6 +101,14 @@ def test_altered_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load(CIFAR10)
 
 
+def test_an_altered_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARFLUNG_DATA", str(tmp_path))
+    (tmp_path / "cifar-10").mkdir()
+    put(tmp_path / "cifar-10", CIFAR10, "archive", files(CIFAR10))
+    with pytest.raises(DataError, match="expected 170052171 bytes"):
+        load(CIFAR10)
+
+
 def test_the_real_set() -> None:
     try:
         found = find(catalog.lookup_source("cifar-10"))

@@ -136,3 +136,16 @@ def test_a_subset_is_a_data_set() -> None:
 
 def test_dirichlet_takes_any_finite_number() -> None:
     assert shares(Dirichlet(99999999999999999999), 10) is not None
+
+
+@pytest.mark.parametrize("how", EACH)
+def test_labels_may_be_any_numbers(how: str) -> None:
+    for values in ([-1, 1], [3, 500_000_000]):
+        labels = torch.tensor(values).repeat(200)
+        parts = EACH[how].split(of(labels), 2)
+        assert sorted(torch.cat(parts).tolist()) == list(range(400))
+        described = describe_parts(parts, labels)
+        assert [sum(column) for column in zip(*(one.histogram for one in described), strict=True)] == [
+            200,
+            200,
+        ]

@@ -62,6 +62,7 @@ def test_so_many_send() -> None:
         alpha: len(Injection(0, alpha=alpha).choose_senders(7, 10)) for alpha in (0.05, 0.1, 0.25, 0.5, 1.0)
     }
     assert counts == {0.05: 1, 0.1: 1, 0.25: 3, 0.5: 5, 1.0: 10}
+    assert len(Injection(0, alpha=0.28).choose_senders(7, 25)) == 7
 
 
 @pytest.mark.parametrize("beta", [0.25, 0.5, 1.0])

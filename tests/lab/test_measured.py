@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 
 from farflung.cli.main import insert_dashes, main
+from farflung.errors import ConfigError
 from farflung.lab import PairMeasurement, apply_measured_delays
 from farflung.lab.measure import _evaluate_train, compute_expected
 from farflung.lab.tun import HEADER_NBYTES, build_address, compute_wire_nbytes, parse_node
 from farflung.network import Link, NetworkProfile, find_network
+from farflung.network.link import BandwidthTrace
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,12 @@ def test_lost_packets_take_nothing_off_the_speed() -> None:
 def test_a_link_is_expected_to_have_its_bandwidth_whole() -> None:
     lossy = replace(Link(0.02, 20e6), loss=0.02)
     assert compute_expected(NetworkProfile.create_uniform(lossy, 2))[0, 1][1] == 20e6
+
+
+def test_a_link_that_is_down_at_first_cannot_be_measured() -> None:
+    trace = BandwidthTrace((0.0, 1.0), (0.0, 1e6), 10.0)
+    with pytest.raises(ConfigError, match="a link is down at first"):
+        compute_expected(NetworkProfile.create_uniform(Link(0.02, trace), 2))
 
 
 def test_very_short_delays_are_not_held_finely() -> None:

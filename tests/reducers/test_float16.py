@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from farflung.codecs import TopK, by_size, error_feedback
+from farflung.codecs import DGC, DeMo, TopK, by_size, error_feedback
 from farflung.comm import COLLECTIVES, ExchangeChannel
 from farflung.reducers import CodecReducer
 from farflung.reducers.aggregation import CodecExchange
 from farflung.seeding import create_generator
-from farflung.types import Runtime, TensorSpec
+from farflung.types import Codec, Runtime, TensorSpec
 from tests.helpers import NUMEL, in_virtual_time, same_bits, tensors_in
 from tests.reducers.replicas import PARTS, WEIGHTS, assert_alike, run
 from tests.reducers.test_contract import ROWS
@@ -109,3 +109,17 @@ def test_what_a_residual_makes_too_large_is_cut_to_what_a_gradient_could_be() ->
     for size in (2, 3, 7):
         for total in in_virtual_time(size, body)[0]:
             torch.testing.assert_close(total / size, torch.full((10,), 65504.0), rtol=size * 2e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("codec", [error_feedback(TopK(0.02)), DGC(0.02, momentum=0.0), DeMo(keep=1)])
+def test_a_residual_of_bfloat16_keeps_what_is_small_beside_it(codec: Codec) -> None:
+    """In bfloat16 a residual of 1 is the same after a gradient of 1/512 as before."""
+    reducer, spec, steps = CodecReducer(codec), TensorSpec((64, 4), torch.bfloat16), 4
+
+    def make(rank: int, step: int) -> Tensor:
+        return torch.full((256,), 1.0 if step == 0 else 1 / 512, dtype=torch.bfloat16)
+
+    (replica,) = run(reducer, 1, steps, spec=spec, make=make, weighted=False)
+    assert all(result.mean.dtype == torch.bfloat16 for result in replica.results)
+    kept = [tensor for tensor in tensors_in(replica.slot.state.local) if tensor.is_floating_point()]
+    assert {tensor.dtype for tensor in kept} == {torch.float32}

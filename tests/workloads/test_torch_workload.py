@@ -140,3 +140,15 @@ def test_what_does_not_fit_is_one_line(make: Callable[[], object], says: str) ->
     with pytest.raises(ConfigError, match=re.escape(says)) as refused:
         make()
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_one_logit_names_no_class_and_the_score_is_minus_the_loss() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(outputs[:, 0], targets.float(), reduction="none")
+
+    task = TorchWorkload(nn.Linear(3, 1), DATA, DATA, loss)
+    model, batch = (
+        task.build_model(create_generator(0)),
+        task.load_datasets()[0].take(torch.arange(10), train=False),
+    )
+    torch.testing.assert_close(task.compute_metrics(model, batch), -task.compute_losses(model, batch))

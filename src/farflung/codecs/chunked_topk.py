@@ -68,7 +68,11 @@ class ChunkedTopK(SparseCodec):
         indices = _compute_magnitudes(rows).topk(keep, dim=1, sorted=False).indices.sort(dim=1).values
         values = rows.gather(1, indices).reshape(-1)
         packed = pack_indices(indices.reshape(-1), chunk)
-        parts = (*packed, values) if self.bits is None else (*packed, *_quantize(values, self.bits))
+        begins = torch.arange(0, chunks * chunk, chunk, device=flat.device)[:, None]
+        is_padding = (indices + begins).reshape(-1) >= len(flat)
+        parts = (
+            (*packed, values) if self.bits is None else (*packed, *_quantize(values, self.bits, is_padding))
+        )
         return self.densify_large(state, Payload(parts), flat), state
 
     @override
@@ -93,17 +97,17 @@ def _compute_magnitudes(tensor: Tensor) -> Tensor:
     return tensor.abs().nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def _quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Returns the packed codes of values, and the mean of each code."""
+def _quantize(values: Tensor, bits: int, is_padding: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the packed codes of values, and the mean of each code, to which padding does not count."""
     classes = 1 << (bits - 1)
     magnitudes = _compute_magnitudes(values)
-    low, high = magnitudes.aminmax()
+    low, high = torch.where(is_padding, math.inf, magnitudes).amin(), magnitudes.amax()
     codes = values.signbit().to(torch.uint8) * classes
     for number in range(1, classes):
         codes += (magnitudes >= low + (high - low) * (number / classes)).to(torch.uint8)
     means = []
     for code in range(2 * classes):
-        members = codes == code
+        members = (codes == code) & ~is_padding
         total = torch.where(members, magnitudes, 0).sum(dtype=torch.float64)
         means.append(total / members.sum().clamp_min(1) * (-1 if code >= classes else 1))
     return pack(codes, bits), torch.stack(means).to(values.dtype)

@@ -55,6 +55,8 @@ class DeMo(TransformCodec):
     keep: int = 32
 
     is_stateless: ClassVar[bool] = False
+    keeps_residual: ClassVar[bool] = True
+    """See :attr:`farflung.codecs.ErrorFeedback.keeps_residual`."""
     compresses_matrices: ClassVar[bool] = True
     """See :attr:`farflung.types.Reducer.compresses_matrices`."""
 

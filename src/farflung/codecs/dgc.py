@@ -54,6 +54,8 @@ class DGC(SparseCodec):
     warmup_steps: int = 500
 
     is_stateless: ClassVar[bool] = False
+    keeps_residual: ClassVar[bool] = True
+    """See :attr:`farflung.codecs.ErrorFeedback.keeps_residual`."""
 
     def __post_init__(self) -> None:
         check_fraction("dgc", "density", self.density)

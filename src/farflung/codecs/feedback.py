@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,13 +19,15 @@ from farflung.codecs.base import (
     list_summed_specs,
     with_nested_state,
 )
+from farflung.codecs.chained import Chain
+from farflung.codecs.routed import RoutedCodec
 from farflung.codecs.topk import TopK
 from farflung.errors import ConfigError
 from farflung.options import check_fraction
 from farflung.trees import has_shared_memory
 from farflung.types import Codec, CodecState, Payload, Seeds, TensorSpec
 
-__all__ = ["ErrorFeedback", "error_feedback"]
+__all__ = ["ErrorFeedback", "error_feedback", "has_residual"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class ErrorFeedback(BaseCodec):
       decay: :math:`\beta`, above 0 and at most 1.
 
     Raises:
-      ConfigError: Not a codec, a codec whose errors would grow, or a decay out of range.
+      ConfigError: Not a codec, one whose errors would grow or that keeps what it does not send itself, also as a part,
+        or a decay out of range.
 
     References: Karimireddy et al. 2019, EF-SGD, Alg. 2; Sarfi et al. 2025 (SparseLoCo) for the decay.
     """
@@ -54,16 +58,21 @@ class ErrorFeedback(BaseCodec):
     decay: float = 1.0
 
     is_stateless: ClassVar[bool] = False
+    keeps_residual: ClassVar[bool] = True
+    """True for a codec that adds what it has not sent to later gradients."""
 
     def __post_init__(self) -> None:
         check_codecs("error_feedback", self.codec)
-        if isinstance(self.codec, ErrorFeedback):
-            raise ConfigError("error_feedback around error_feedback keeps the same residual twice: use one")
         check_fraction("error_feedback", "decay", self.decay)
-        if getattr(self.codec, "is_expansive", False):
-            raise ConfigError(
-                "error_feedback around randomk makes its errors grow by n/k: use randomk(unbiased=False)"
-            )
+        for part in _iter_parts(self.codec):
+            name = type(part).__name__
+            if getattr(part, "keeps_residual", False):
+                raise ConfigError(f"error_feedback around {name} keeps the same residual twice: use one")
+            if getattr(part, "is_expansive", False):
+                raise ConfigError(
+                    f"error_feedback around {name} makes its errors grow with each step: use "
+                    "randomk(unbiased=False), or qsgd(norm='max')"
+                )
 
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
@@ -115,6 +124,21 @@ class ErrorFeedback(BaseCodec):
     @override
     def is_linear(self, state: CodecState) -> bool:
         return self.codec.is_linear(get_nested_state(state, "codec"))
+
+
+def has_residual(codec: Codec) -> bool:
+    """Returns True if a codec or a part of it adds what it has not sent to later gradients."""
+    return any(getattr(part, "keeps_residual", False) for part in _iter_parts(codec))
+
+
+def _iter_parts(codec: Codec) -> Iterator[Codec]:
+    """Yields a codec and those that it is composed of."""
+    yield codec
+    inner: Iterable[Codec] = codec.codecs.values() if isinstance(codec, RoutedCodec) else ()
+    if isinstance(codec, Chain):
+        inner = (codec.first, codec.second)
+    for part in inner:
+        yield from _iter_parts(part)
 
 
 def _build_state(residual: Tensor, inner: CodecState) -> CodecState:

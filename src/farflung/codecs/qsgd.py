@@ -77,6 +77,12 @@ class QSGD(BaseCodec):
         check_integer("qsgd", "bucket_size", self.bucket_size, 1)
         check_choice("qsgd", "norm", self.norm, ("max", "l2"))
 
+    @property
+    def is_expansive(self) -> bool:
+        """Returns True if an error may exceed what is encoded, so that errors would grow with error feedback."""
+        _, levels = resolve_levels("qsgd", self.bits, self.levels)
+        return self.norm == "l2" and self.bucket_size > levels**2
+
     @override
     def init(self, spec: TensorSpec, seeds: Seeds) -> CodecState:
         """Returns a state with the seed of this replica's rounding.

@@ -172,7 +172,8 @@ class CodedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Minimises the objective, and sets ``coef_`` and ``intercept_``."""
         classes, solver = len(self.classes_), self.solver
         if solver == "gd" and self.learning_rate is not None:
-            solver = f"gd(learning_rate={self.learning_rate!r})"
+            rate: Any = self.learning_rate
+            solver = f"gd(learning_rate={rate.item() if isinstance(rate, np.generic) else rate!r})"
         learner = Learner(self._model, getattr(self, "loss", None), self.C, solver, self.tol)
         objective = replace(
             learner.build_objective(classes),

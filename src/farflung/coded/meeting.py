@@ -32,7 +32,7 @@ from farflung.types import Json
 from farflung.wall import Pace, WallRuntime
 from farflung.wall.stores import retry_connect
 
-__all__ = ["Address", "admit_device", "connect_device", "run_device", "start_coordinator"]
+__all__ = ["MAX_PROCESSES", "Address", "admit_device", "connect_device", "run_device", "start_coordinator"]
 
 MAX_PROCESSES = 256
 """Maximum number of processes at a time, including the coordinator."""

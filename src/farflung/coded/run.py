@@ -161,9 +161,9 @@ async def train(
         problem = Problem(coordinator, objective, targets(labels), factors)
         try:
             if state is None or names != trained_names:
+                fresh = await solver.init(problem, start if state is None else state.weights)
                 num_spent += 0 if state is None else state.iterations
-                state = await solver.init(problem, start if state is None else state.weights)
-                trained_names = names
+                state, trained_names = fresh, names
             while not (state.is_over or num_spent + state.iterations >= max_iterations or should_stop()):
                 state = await solver.step(problem, state)
                 coordinator.record_event(
@@ -262,6 +262,8 @@ def run_coordinator(
             await coordinator.gather()
             labels = torch.cat([partition.labels for partition in coordinator.registry.partitions])
             classes = folder.resolve_classes(Classes.from_labels(labels, learner.positive))
+            if mismatch := classes.explain_mismatch(labels):  # of a partition that is new in a resumed run
+                raise DataError(mismatch)
             coordinator.check_labels, features = classes.explain_mismatch, coordinator.features
             if test is not None and test[0].shape[1] != features:
                 raise DataError(

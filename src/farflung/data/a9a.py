@@ -16,7 +16,7 @@ from torch import Tensor
 
 from farflung.data.catalog import CATALOG
 from farflung.data.datasets import TensorDataset
-from farflung.data.source import Location, locate
+from farflung.data.source import Location, locate, verify
 from farflung.errors import DataError
 from farflung.extras import require_modules
 from farflung.files import wrap_read_errors
@@ -35,7 +35,11 @@ def load() -> tuple[TensorDataset, TensorDataset]:
       DataError: Files are absent, truncated or altered.
       MissingExtra: scikit-learn is not installed.
     """
-    return read(locate(SOURCE), counts=(32_561, 16_281), num_positive=(7_841, 3_846))
+    location = locate(SOURCE)
+    if location.names == tuple(file.name for file in SOURCE.files):  # others are packed anew by users
+        for file in SOURCE.files:
+            verify(location.get_path(file.name), file)
+    return read(location, counts=(32_561, 16_281), num_positive=(7_841, 3_846))
 
 
 def read(

@@ -96,6 +96,8 @@ def load(layout: Layout, *, shift: int = 2) -> tuple[TensorDataset, TensorDatase
     if location.names != tuple(file.name for file in layout.source.files):
         for name, md5 in layout.checksums.items():
             verify(location.get_path(name), File(name, md5=md5))
+    else:
+        verify(location.get_path(location.names[0]), layout.source.files[0])
     return read(location, layout, shift=shift)
 
 

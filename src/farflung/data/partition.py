@@ -158,7 +158,7 @@ class Share:
 
     Args:
       size: Number of samples.
-      histogram: Number of samples of each class; empty without classes.
+      histogram: Number of samples of each class, by ascending label; empty without classes.
     """
 
     size: int
@@ -176,9 +176,10 @@ def describe_parts(parts: Sequence[SampleIds], labels: Tensor | None = None) -> 
     """
     if labels is None:
         return [Share(len(part), ()) for part in parts]
-    classes = int(labels.max()) + 1 if len(labels) else 0
+    values, classes = labels.unique(return_inverse=True)
     return [
-        Share(len(part), tuple(torch.bincount(labels[part], minlength=classes).tolist())) for part in parts
+        Share(len(part), tuple(torch.bincount(classes[part], minlength=len(values)).tolist()))
+        for part in parts
     ]
 
 
@@ -186,7 +187,8 @@ def _get_labels(name: str, data: Dataset, parts: int) -> np.ndarray:
     if data.labels is None:
         raise DataError(f"partition {name} needs classes, and this data set has none; use iid or by_order")
     _check_size(len(data.labels), parts)
-    return data.labels.numpy()
+    classes: np.ndarray = np.unique(data.labels.numpy(), return_inverse=True)[1]  # labels may be any numbers
+    return classes
 
 
 def _check_size(samples: int, parts: int) -> None:

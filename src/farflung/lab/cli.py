@@ -18,7 +18,7 @@ import tyro
 from farflung.cli.output import print_table
 from farflung.errors import ConfigError, LabError
 from farflung.faults import FaultPlan, load_faults
-from farflung.files import prefix_errors, write_json
+from farflung.files import prefix_errors, wrap_write_errors, write_json
 from farflung.lab import Lab, PairMeasurement, check_abilities, check_fault_plan, explain_missing, run_job
 from farflung.network import find_network
 from farflung.runs import EVENTS_VARIABLE, listen_for_events
@@ -73,6 +73,10 @@ class RunInLab:
             return self._measure_and_report()
         command = _check_command(self.command)
         plan = self._load_plan()
+        for path in (self.logs, self.report and self.report.parent):
+            if path is not None:
+                with wrap_write_errors(path):
+                    path.mkdir(parents=True, exist_ok=True)
         if (reason := explain_missing()) is not None:
             raise LabError(f"{reason}; farflung lab --check says more")
         with ExitStack() as stack:
@@ -104,7 +108,6 @@ class RunInLab:
                 stop_fd=stop,
             )
         if self.report is not None:
-            self.report.parent.mkdir(parents=True, exist_ok=True)
             pairs: list[Json] = [asdict(pair) for pair in measured]
             write_json(
                 self.report,
@@ -191,8 +194,10 @@ def _create_output(folder: Path | None, node: int) -> Iterator[int | None]:
     if folder is None:
         yield None
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"rank-{node}.log").open("wb") as log:
+    path = folder / f"rank-{node}.log"
+    with wrap_write_errors(path):
+        log = path.open("wb")
+    with log:
         yield log.fileno()
 
 

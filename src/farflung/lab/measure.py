@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
+from farflung.errors import ConfigError
 from farflung.lab._kernel import use_network_namespace
 from farflung.lab.queues import WIRE_OVER_PAYLOAD
 from farflung.lab.tun import build_address
@@ -127,11 +128,20 @@ class PairMeasurement:
 
 
 def compute_expected(profile: NetworkProfile) -> dict[Pair, tuple[float, float]]:
-    """Computes the delay of a small packet and the bits per second of every ordered pair, without loss."""
+    """Computes the delay of a small packet and the bits per second of every ordered pair, without loss.
+
+    Raises:
+      ConfigError: A link is down at the beginning of its trace.
+    """
     wiring, nodes = Wiring(profile, apply_loss=False), range(profile.node_count)
 
     def compute(path: NetworkPath) -> tuple[float, float]:
         speeds = [get_capacity(wiring.capacities[use.resource], 0.0) / use.times for use in path.uses]
+        if 0.0 in speeds:
+            raise ConfigError(
+                f"{profile.name}: a link is down at first, so that the lab cannot measure it: begin its trace "
+                "with some bandwidth"
+            )
         bits = 8 * _PING_WIRE_NBYTES / WIRE_OVER_PAYLOAD
         return path.latency_s + sum(bits / speed for speed in speeds), min(speeds, default=math.inf)
 

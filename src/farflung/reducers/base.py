@@ -31,18 +31,21 @@ __all__ = [
 ]
 
 
-def get_numerator_spec(spec: TensorSpec) -> TensorSpec:
-    """Returns the spec of a tensor's numerator: float32 for float16."""
-    return replace(spec, dtype=torch.float32) if spec.dtype == torch.float16 else spec
+def get_numerator_spec(spec: TensorSpec, *, has_residual: bool = False) -> TensorSpec:
+    """Returns the spec of a tensor's numerator: float32 for float16, and with a residual for bfloat16.
 
-
-def compute_numerator(channel: Channel, contribution: Contribution) -> Tensor:
-    """Computes weight times tensor, in the memory of the tensor; float16 becomes float32.
-
-    Sums and residuals may exceed the range of float16. bfloat16 has the range of float32.
+    Sums and residuals may exceed the range of float16. bfloat16 has the range of float32, but a residual in it loses
+    what is less than 1/256 of it.
     """
+    is_widened = spec.dtype == torch.float16 or (has_residual and spec.dtype == torch.bfloat16)
+    return replace(spec, dtype=torch.float32) if is_widened else spec
+
+
+def compute_numerator(channel: Channel, contribution: Contribution, *, has_residual: bool = False) -> Tensor:
+    """Computes weight times tensor, in the memory of the tensor unless :func:`get_numerator_spec` widens it."""
     tensor = contribution.tensor
-    if tensor.dtype == torch.float16:
+    spec = TensorSpec.from_tensor(tensor)
+    if get_numerator_spec(spec, has_residual=has_residual) is not spec:
         channel.charge("copy", tensor.numel())
         return tensor.float().mul_(contribution.weight)
     if contribution.weight == 1.0:

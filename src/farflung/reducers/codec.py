@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from farflung.codecs import QSGD, CodecRoute, ErrorFeedback, Identity, Int8, RoutedCodec, Sign
 from farflung.codecs.base import check_codecs, get_nested_state, list_summed_specs, with_nested_state
+from farflung.codecs.feedback import has_residual
 from farflung.codecs.routed import gather_runs, scatter_runs
 from farflung.comm import find_collective
 from farflung.errors import Unsupported
@@ -108,7 +109,7 @@ class CodecReducer(Reducer):
         Raises:
           Unsupported: The codec cannot be carried in this way.
         """
-        state = self.codec.init(get_numerator_spec(spec), seeds)
+        state = self.codec.init(get_numerator_spec(spec, has_residual=has_residual(self.codec)), seeds)
         self._check(self.codec, state)
         if not self._needs_segment_seeds:
             return state
@@ -117,7 +118,7 @@ class CodecReducer(Reducer):
     @override
     def list_summed_nbytes(self, spec: TensorSpec, size: int) -> Sequence[int]:
         """Lists the bytes of dense tensors and of payloads of linear codecs with a known size."""
-        return tuple(_iter_summed_nbytes(self.codec, spec))
+        return tuple(_iter_summed_nbytes(self.codec, spec, has_residual(self.codec)))
 
     @override
     async def reduce(
@@ -126,7 +127,7 @@ class CodecReducer(Reducer):
         exchange = CodecExchange(
             channel, self.collective, pack_metadata(contribution), step, contribution.tensor.dtype
         )
-        tensor = compute_numerator(channel, contribution)
+        tensor = compute_numerator(channel, contribution, has_residual=has_residual(self.codec))
         if isinstance(self.codec, Identity):
             return build_result(channel, *await exchange.sum_dense(tensor), contribution.tensor.dtype)
         state, seeds = self._unwrap_state(slot.state)
@@ -247,15 +248,15 @@ def _has_quantizer(codec: Codec) -> bool:
     return isinstance(codec, ErrorFeedback) and isinstance(codec.codec, Int8 | QSGD | Sign)
 
 
-def _iter_summed_nbytes(codec: Codec, spec: TensorSpec) -> Iterator[int]:
+def _iter_summed_nbytes(codec: Codec, spec: TensorSpec, has_residual: bool) -> Iterator[int]:
     """Yields the bytes of each all-reduce of a tensor's parts."""
     if isinstance(codec, RoutedCodec):
         for name, (part, _) in codec.split_spec(spec).items():
-            yield from _iter_summed_nbytes(codec.codecs[name], part)
+            yield from _iter_summed_nbytes(codec.codecs[name], part, has_residual)
     else:
         nbytes_by_dtype: Counter[torch.dtype] = Counter()
-        for summed in list_summed_specs(
-            codec, spec if isinstance(codec, Identity) else get_numerator_spec(spec)
-        ):
+        if not isinstance(codec, Identity):
+            spec = get_numerator_spec(spec, has_residual=has_residual)
+        for summed in list_summed_specs(codec, spec):
             nbytes_by_dtype[summed.dtype] += summed.nbytes
         yield from nbytes_by_dtype.values()

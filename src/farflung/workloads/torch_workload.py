@@ -104,7 +104,8 @@ class TorchWorkload:
         outputs: Tensor = model(batch.inputs)
         if self._metric is not None:
             return self._average_per_sample("metric", self._metric(outputs, batch.targets), batch)
-        if outputs.dim() == 2 and batch.targets.dim() == 1 and not batch.targets.is_floating_point():
+        has_scores = outputs.dim() == 2 and outputs.shape[1] > 1  # one logit names no class
+        if has_scores and batch.targets.dim() == 1 and not batch.targets.is_floating_point():
             return (outputs.argmax(dim=-1) == batch.targets).to(torch.float32)
         return -self._average_per_sample("loss", self._loss(outputs, batch.targets), batch)
 

@@ -16,7 +16,7 @@ from farflung.cli.options import ENDPOINT, build_endpoint, collect_options, with
 from farflung.cli.output import OutputOptions, create_stderr_console, print_files, print_json, print_table
 from farflung.cli.progress import Bar, format_clock
 from farflung.coded.coordinator import Settings
-from farflung.coded.meeting import Address
+from farflung.coded.meeting import MAX_PROCESSES, Address
 from farflung.coded.parts import read_samples
 from farflung.coded.picture import draw_coded_picture
 from farflung.coded.record import Folder
@@ -116,6 +116,8 @@ class Coordinate(OutputOptions):
         for name in ("partitions", "devices"):
             if name not in values:
                 raise ConfigError(f"--{name}: give how many {name} training begins with")
+        if values["devices"] >= MAX_PROCESSES:
+            raise ConfigError(f"--devices {values['devices']}: a run has {MAX_PROCESSES - 1} seats")
         return Settings(**values)
 
     def _print_command(self, at: Address) -> None:

@@ -64,7 +64,7 @@ class Injection(Sharing):
     def choose_senders(self, step: int, size: int) -> list[int]:
         """Chooses the ranks that send at a step, in order."""
         order = torch.randperm(size, generator=create_generator(self._seed, "senders", step))
-        return sorted(order[: math.ceil(self._alpha * size)].tolist())
+        return sorted(order[: math.ceil(round(self._alpha * size, 9))].tolist())
 
     @override
     async def inject_samples(self, channel: Channel, samples: Samples, rows: Batch, *, step: int) -> Batch:
@@ -76,7 +76,7 @@ class Injection(Sharing):
         del samples
         senders, hop = self.choose_senders(step, channel.size), channel.reserve_hops(1)
         if channel.rank in senders:
-            count = int(self._beta * len(rows))
+            count = int(round(self._beta * len(rows), 9))
             sent = Payload((rows.inputs[:count], rows.targets[:count]))
             for peer in list_peers(channel):
                 channel.send(sent, peer, hop)
