@@ -339,6 +339,7 @@ def test_no_penalty(solver: str) -> None:
     np.testing.assert_allclose(model.intercept_, theirs.intercept_, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_numbers_of_numpy_are_numbers() -> None:
     rows, labels = mixed()
     model = CodedLogisticRegression(C=np.float32(0.5)).fit(rows, labels)  # type: ignore[arg-type]

@@ -138,7 +138,7 @@ def test_dirichlet_takes_any_finite_number() -> None:
     assert shares(Dirichlet(99999999999999999999), 10) is not None
 
 
-@pytest.mark.parametrize("how", EACH)
+@pytest.mark.parametrize("how", EACH.keys() - {"labels(k=3)"})
 def test_labels_may_be_any_numbers(how: str) -> None:
     for values in ([-1, 1], [3, 500_000_000]):
         labels = torch.tensor(values).repeat(200)

@@ -13,7 +13,7 @@ from farflung.comm import COLLECTIVES, ExchangeChannel
 from farflung.reducers import CodecReducer
 from farflung.reducers.aggregation import CodecExchange
 from farflung.seeding import create_generator
-from farflung.types import Codec, Runtime, TensorSpec
+from farflung.types import Codec, ParameterSpan, Runtime, TensorSpec
 from tests.helpers import NUMEL, in_virtual_time, same_bits, tensors_in
 from tests.reducers.replicas import PARTS, WEIGHTS, assert_alike, run
 from tests.reducers.test_contract import ROWS
@@ -114,7 +114,11 @@ def test_what_a_residual_makes_too_large_is_cut_to_what_a_gradient_could_be() ->
 @pytest.mark.parametrize("codec", [error_feedback(TopK(0.02)), DGC(0.02, momentum=0.0), DeMo(keep=1)])
 def test_a_residual_of_bfloat16_keeps_what_is_small_beside_it(codec: Codec) -> None:
     """In bfloat16 a residual of 1 is the same after a gradient of 1/512 as before."""
-    reducer, spec, steps = CodecReducer(codec), TensorSpec((64, 4), torch.bfloat16), 4
+    reducer, spec, steps = (
+        CodecReducer(codec),
+        TensorSpec((256,), torch.bfloat16, (ParameterSpan((64, 4), 0),)),
+        4,
+    )
 
     def make(rank: int, step: int) -> Tensor:
         return torch.full((256,), 1.0 if step == 0 else 1 / 512, dtype=torch.bfloat16)
