@@ -97,6 +97,21 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, options: dict[str, J
         assert written != other.get_telemetry_path(rank).read_bytes()
 
 
+@pytest.mark.parametrize("count", ["4", "auto"])
+def test_a_stored_configuration_repeats_the_number_of_connections(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, count: str
+) -> None:
+    first = simulated(capsys, tmp_path / "first", "--connections", count)
+    again = ["--config", str(tmp_path / "first" / "config.json"), "--out", str(tmp_path / "again")]
+    assert main(["simulate", *again, "--json"]) == 0
+    repeated = json.loads(capsys.readouterr().out)
+    assert (repeated["simulated"]["connections"], repeated["duration_s"]) == (
+        first["simulated"]["connections"],
+        first["duration_s"],
+    )
+    assert simulated(capsys, tmp_path / "one")["simulated"]["connections"] == 1
+
+
 def test_what_a_run_leaves_behind_says_that_it_is_simulated(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

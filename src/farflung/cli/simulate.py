@@ -30,7 +30,7 @@ class Simulate(RunCommand):
     Times are those of --device, on any hardware."""
 
     config_class: ClassVar[type[RunConfig]] = SimulatedConfig
-    ignored_keys: ClassVar[frozenset[str]] = frozenset({*ENDPOINT, "data_stays", "pace", "threads"})
+    ignored_keys: ClassVar[frozenset[str]] = frozenset({*ENDPOINT, "data_stays", "pace", "threads"} - {"connections"})
 
     @override
     def prepare(self, *layers: Mapping[str, object]) -> PreparedRun[SimulatedConfig]:
