@@ -30,7 +30,9 @@ class Simulate(RunCommand):
     Times are those of --device, on any hardware."""
 
     config_class: ClassVar[type[RunConfig]] = SimulatedConfig
-    ignored_keys: ClassVar[frozenset[str]] = frozenset({*ENDPOINT, "data_stays", "pace", "threads"} - {"connections"})
+    ignored_keys: ClassVar[frozenset[str]] = frozenset(
+        {*ENDPOINT, "data_stays", "pace", "threads"} - {"connections"}
+    )
 
     @override
     def prepare(self, *layers: Mapping[str, object]) -> PreparedRun[SimulatedConfig]:

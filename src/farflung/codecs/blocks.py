@@ -15,7 +15,7 @@ Norm = Literal["l2", "max", "mean"]
 """Norm of a bucket; ``mean`` is the mean magnitude."""
 
 BLOCK_NUMEL = 1 << 19
-"""Our choice: a float32 block and its scratch fit in a shared cache of 4 MiB, and Python's share of the time is small."""
+"""Our choice: a float32 block and its scratch fit in 4 MiB of cache, and Python's share of the time is small."""
 
 
 def iter_blocks(tensor: Tensor, bucket_size: int = 1) -> Iterator[tuple[int, int]]:
