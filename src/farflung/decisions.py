@@ -36,15 +36,21 @@ COLLECTIVE = "collective"
 """Name of the decision that resolves ``auto``; its step is the first of the run."""
 
 
-def resolve_collectives(nbytes: Iterable[int], size: int, profile: NetworkProfile | None) -> Json:
+def resolve_collectives(
+    nbytes: Iterable[int], size: int, profile: NetworkProfile | None, *, is_measured: bool = False
+) -> Json:
     """Resolves ``auto`` for a run to the name of a collective for each tensor size, as the value of a decision.
 
     Args:
       nbytes: Sizes of the tensors that a step sums.
       size: Number of replicas.
       profile: Profile of the network; see :func:`farflung.comm.resolve_collective`.
+      is_measured: True if the profile is measured.
     """
-    return {str(n): resolve_collective(n, size, profile) for n in sorted(set(nbytes), reverse=True)}
+    return {
+        str(n): resolve_collective(n, size, profile, is_measured=is_measured)
+        for n in sorted(set(nbytes), reverse=True)
+    }
 
 
 def apply_collectives(comm: Communicator, decision: Decision) -> str:

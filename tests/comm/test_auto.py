@@ -22,7 +22,7 @@ from farflung.comm import (
 from farflung.comm.collectives import direct
 from farflung.decisions import DecisionLog
 from farflung.errors import ConfigError, UnknownName
-from farflung.network import Link, NetworkProfile, find_network
+from farflung.network import Link, NetworkProfile, Site, SiteLink, find_network
 from farflung.sim import VirtualWorld
 from farflung.tasks import Pending
 from farflung.types import Decision, Runtime, Seeds
@@ -108,6 +108,22 @@ def test_between_two_direct_saves_copies_of_large_tensors_where_a_delay_more_cos
     nbytes: int, latency_s: float, chosen: str
 ) -> None:
     assert resolve_collective(nbytes, 2, NetworkProfile.create_uniform(Link(latency_s), 2)) == chosen
+
+
+def test_a_measured_network_leaves_out_servers_whose_links_seem_free() -> None:
+    """Rates of all links at once: rank 0's flows had the rest of the medium, once the others had been measured."""
+    fast, slow = Link(0.001, 10e6), Link(0.001, 1e6)
+    names = [f"rank {rank}" for rank in range(4)]
+    links = [
+        SiteLink(src, dst, fast if names[0] in (src, dst) else slow)
+        for src in names
+        for dst in names
+        if src != dst
+    ]
+    profile = NetworkProfile("measured", tuple(Site(name, 1) for name in names), tuple(links))
+    assert resolve_collective(300_000, 4, profile) == "parameter_server"
+    assert resolve_collective(300_000, 4, profile, is_measured=True) == "direct"
+    assert resolve_collective(100, 4, profile, is_measured=True) == "all_gather"
 
 
 def test_any_other_name_stands_for_itself() -> None:

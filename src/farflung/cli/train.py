@@ -46,7 +46,7 @@ class Train(RunCommand):
     ignored_keys: ClassVar[frozenset[str]] = frozenset(
         {"network", "connections", "device", "faults", "count_evaluation"}
     )
-    """A file's number of connections is the modelled network's; that of this machine is only an option."""
+    """Keys that are ignored; ``connections`` in a file is of a modelled network, and for real ones an option."""
 
     plan: Path | None = None
     """File plan.json of farflung plan: compare times of steps and loss with it every 50 steps, and say when the run

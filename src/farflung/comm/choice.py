@@ -17,6 +17,8 @@ METADATA_NBYTES = 48
 """Bytes of a gradient's metadata: its weight, and reports of the replica."""
 MIN_DIRECT_NBYTES = 1_000_000
 """Bytes from which half as many copies and additions are worth more than a message less."""
+SERVERS = frozenset({"multi_parameter_server", "parameter_server"})
+"""Collectives whose messages share the links of a few ranks."""
 
 
 def predict_cost_s(
@@ -63,7 +65,9 @@ def choose_collective(
     return fastest
 
 
-def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -> str:
+def resolve_collective(
+    nbytes: int, size: int, profile: NetworkProfile | None, *, is_measured: bool = False
+) -> str:
     """Resolves ``auto``: the fastest collective for one tensor among those that add in rank order.
 
     Parameters therefore never depend on the choice. ``all_gather`` is considered only if it sends little
@@ -76,6 +80,8 @@ def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -
       nbytes: Bytes of the tensor.
       size: Number of replicas.
       profile: Profile of the network, given or measured; None if it is unknown.
+      is_measured: True to leave out parameter servers: rates of links that were measured at once do not tell what a
+        server's links share.
 
     Raises:
       ConfigError: the profile is of another number of nodes.
@@ -89,6 +95,7 @@ def resolve_collective(nbytes: int, size: int, profile: NetworkProfile | None) -
         if collective.is_rank_ordered
         and collective.cost_s is not None
         and name not in (default, "all_gather")
+        and not (is_measured and name in SERVERS)
     ]
     candidates.insert(
         candidates.index("direct") + 1 if size == 2 and nbytes >= MIN_DIRECT_NBYTES else 0, default

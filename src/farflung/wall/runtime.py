@@ -334,15 +334,16 @@ class WallRuntime:
         if name != AUTO:
             return name
         size = self.comm.size
+        is_measured = network is None and size > 2 and not self._is_local
         if network is None and size == 2 and self._is_local:
             from farflung.network import Link, NetworkProfile
 
             network = NetworkProfile.create_uniform(Link(), size)
-        elif network is None and size > 2 and not self._is_local:
+        elif is_measured:
             from farflung.wall.measuring import measure_network
 
             network = self.drive(measure_network(self))
-        choose = partial(resolve_collectives, nbytes, size, network)
+        choose = partial(resolve_collectives, nbytes, size, network, is_measured=is_measured)
         decision = decide_by_rank_0(
             self.comm, self.decisions, COLLECTIVE, step, choose, timing=False, purpose=Purpose.MEASURE
         )
